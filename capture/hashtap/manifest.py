@@ -1,0 +1,180 @@
+"""The sample manifest: which sample id stands for which prompt, in ``manifest.parquet``.
+
+It maps names to keys and keeps the loss masks. What is captured is not in it: the sealed shards are
+the only truth of that. Columns: ``sample_id`` string, ``key`` string (32 hex digits), ``epoch``
+string, ``tokens`` int32, ``loss_mask`` list<uint8> or null; rows in the order of the sample files.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hashtap.errors import FormatError, MismatchError, UsageError
+from hashtap.samples import Sample
+
+__all__ = ["MANIFEST_NAME", "Manifest", "ManifestRow"]
+
+MANIFEST_NAME = "manifest.parquet"
+_DIRECTORY = b"hashtap.directory"
+_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("epoch", pa.string(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRow:
+    """One sample: its prompt's key (16 bytes), the epoch it was asked for in, its length in tokens."""
+
+    sample_id: str
+    key: bytes
+    epoch: str
+    tokens: int
+
+
+class Manifest:
+    """The manifest of one directory, as it was when loaded. Iteration is in file order."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table.select(_SCHEMA.names).combine_chunks()
+        self._directory_uuid = (table.schema.metadata or {}).get(_DIRECTORY, b"").decode()
+        self._ids: list[str] = self._table["sample_id"].to_pylist()
+        self._keys: list[bytes] = [bytes.fromhex(key) for key in self._table["key"].to_pylist()]
+        self._row = {sample_id: row for row, sample_id in enumerate(self._ids)}
+        self._rows_of: dict[bytes, list[int]] = {}
+        for row, key in enumerate(self._keys):
+            self._rows_of.setdefault(key, []).append(row)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Manifest":
+        """The manifest in ``directory``; an empty one when there is none.
+
+        Raises:
+            FormatError: when the file is not a manifest.
+        """
+        path = Path(directory) / MANIFEST_NAME
+        try:
+            table = pq.read_table(path, partitioning=None)
+            if not table.schema.equals(_SCHEMA):
+                raise FormatError(f"{path} is not a hashtap manifest: its columns are {table.schema.names}")
+            return cls(table)
+        except FileNotFoundError:
+            return cls(_SCHEMA.empty_table())
+        except (OSError, ValueError) as error:
+            raise FormatError(f"cannot read the manifest {path}: {error}; remove it and extract again") from None
+
+    @classmethod
+    def merge(cls, directory: str | Path, samples: Sequence[Sample], *, epoch: str, directory_uuid: str) -> "Manifest":
+        """Add ``samples`` to the manifest in ``directory`` and write it, atomically; several clients may do so at once.
+
+        A sample id that is there already keeps its place and takes the new epoch and loss mask.
+
+        Raises:
+            UsageError: when an id is there already with another prompt, or the manifest cannot be written.
+            MismatchError: when the manifest belongs to another capture directory.
+        """
+        try:
+            with _lock(Path(directory)):
+                manifest = cls.load(directory)._with(samples, epoch, directory_uuid)
+                manifest._write(Path(directory))
+        except OSError as error:
+            raise UsageError(f"cannot write the manifest in {directory}: {error.strerror or error}") from None
+        return manifest
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._row
+
+    def __iter__(self) -> Iterator[ManifestRow]:
+        epochs, tokens = self._table["epoch"].to_pylist(), self._table["tokens"].to_pylist()
+        for row in zip(self._ids, self._keys, epochs, tokens, strict=True):
+            yield ManifestRow(*row)
+
+    @property
+    def directory_uuid(self) -> str:
+        """Of the capture directory that the samples were captured into; empty for an empty manifest."""
+        return self._directory_uuid
+
+    def key_of(self, sample_id: str) -> bytes:
+        """The key of a sample's prompt. KeyError when the id is unknown."""
+        return self._keys[self._row[sample_id]]
+
+    def epoch_of(self, sample_id: str) -> str:
+        """The epoch a sample was last asked for in. KeyError when the id is unknown."""
+        epoch: str = self._table["epoch"][self._row[sample_id]].as_py()
+        return epoch
+
+    def loss_mask_of(self, sample_id: str) -> npt.NDArray[np.uint8] | None:
+        """A sample's loss mask, uint8 ``[T]`` of 0 and 1, or None. KeyError when the id is unknown."""
+        mask = self._table["loss_mask"][self._row[sample_id]]
+        return mask.values.to_numpy() if mask.is_valid else None
+
+    def sample_ids_of(self, key: bytes) -> list[str]:
+        """The ids of all samples that share a prompt, in file order; empty when there is none."""
+        return [self._ids[row] for row in self._rows_of.get(key, [])]
+
+    def _with(self, samples: Sequence[Sample], epoch: str, directory_uuid: str) -> "Manifest":
+        if self._directory_uuid not in ("", directory_uuid):
+            raise MismatchError(
+                f"the manifest belongs to the capture directory {self._directory_uuid}, the server writes to "
+                f"{directory_uuid}; give --out of its own to each capture directory"
+            )
+        new = {sample.id: sample for sample in samples}
+        for sample_id, sample in new.items():
+            if sample_id in self and self.key_of(sample_id) != sample.key:
+                raise UsageError(
+                    f"sample id {sample_id!r} (line {sample.line}) stands for another prompt in the manifest; "
+                    "give the sample an id of its own, or use another directory"
+                )
+        kept = self._table.filter(pa.array([sample_id not in new for sample_id in self._ids], pa.bool_()))
+        merged = pa.concat_tables([kept, _table(list(new.values()), epoch)])
+        order = {sample_id: row for row, sample_id in enumerate(self._ids)}
+        places = [order.setdefault(sample_id, len(order)) for sample_id in merged["sample_id"].to_pylist()]
+        merged = merged.take(pa.array(np.argsort(places, kind="stable")))
+        return Manifest(merged.replace_schema_metadata({_DIRECTORY: directory_uuid.encode()}))
+
+    def _write(self, directory: Path) -> None:
+        table = self._table.replace_schema_metadata({_DIRECTORY: self._directory_uuid.encode()})
+        partial = directory / f"{MANIFEST_NAME}.partial"
+        with partial.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(directory / MANIFEST_NAME)
+
+
+def _table(samples: Sequence[Sample], epoch: str) -> pa.Table:
+    columns = [
+        [sample.id for sample in samples],
+        [sample.key.hex() for sample in samples],
+        [epoch] * len(samples),
+        [sample.tokens for sample in samples],
+        [sample.loss_mask for sample in samples],
+    ]
+    return pa.table([pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

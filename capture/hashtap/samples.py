@@ -1,0 +1,214 @@
+"""Reads the sample file: one JSON object a line, ``{"input_ids": [...], "id": ..., "loss_mask": [...]}``.
+
+Every line is judged before anything is sent: one token id outside the vocabulary ends a CPU server,
+and a sample that cannot be captured is worth knowing of at once. A line with a fault becomes a
+:class:`BadSample` with its number and reason; the others are kept in compact arrays (5 bytes a token).
+"""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hashtap.errors import UsageError
+from hashtap.identity import prompt_key
+
+__all__ = ["BadSample", "Limits", "Sample", "SampleFile", "load_samples"]
+
+MAX_LINE_BYTES = 256 << 20
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server takes: ids below ``vocab_size`` and prompts shorter than ``context_length``, all in tokens."""
+
+    vocab_size: int | None = None
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One usable line. ``token_ids`` is int32 ``[T]``, ``loss_mask`` uint8 ``[T]`` of 0 and 1, or None."""
+
+    id: str
+    line: int
+    key: bytes
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8] | None
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt, T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A line that is left out. ``reason`` is one of a few, to be counted; ``detail`` says what was seen."""
+
+    line: int
+    id: str | None
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """All lines of one file, usable and not, each in the file's order."""
+
+    path: Path
+    samples: list[Sample]
+    bad: list[BadSample]
+
+    @property
+    def lines(self) -> int:
+        """Lines that are not blank."""
+        return len(self.samples) + len(self.bad)
+
+    def reasons(self) -> dict[str, int]:
+        """Bad lines by reason, most frequent first."""
+        return dict(Counter(bad.reason for bad in self.bad).most_common())
+
+
+class _Fault(Exception):
+    """Why a line is left out: ``reason``, ``detail``, and the sample's id where it is known."""
+
+    def __init__(self, reason: str, detail: str, sample_id: str | None = None) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail, self.sample_id = reason, detail, sample_id
+
+
+def load_samples(path: str | Path, limits: Limits | None = None) -> SampleFile:
+    """Read and judge every line of ``path`` (``.jsonl``, or ``.zst`` of it). Blank lines are skipped.
+
+    A sample without ``id`` is named by its line number. Of two lines with one id, the second is bad.
+
+    Raises:
+        UsageError: when the file cannot be read to its end, or has no line at all.
+    """
+    path = Path(path)
+    limits = limits or Limits()
+    samples: list[Sample] = []
+    bad: list[BadSample] = []
+    first_line: dict[str, int] = {}
+    try:
+        with _open(path) as file:
+            for number, line in _lines(file, path):
+                try:
+                    sample = _sample(line, number, limits)
+                    if sample.id in first_line:
+                        detail = f"line {first_line[sample.id]} has the same id"
+                        raise _Fault("duplicate id", detail, sample.id)
+                except _Fault as fault:
+                    bad.append(BadSample(number, fault.sample_id, fault.reason, fault.detail))
+                else:
+                    first_line[sample.id] = number
+                    samples.append(sample)
+    except OSError as error:
+        raise UsageError(f"cannot read the sample file {path}: {error.strerror or error}") from None
+    if not samples and not bad:
+        raise UsageError(f'the sample file {path} is empty; write one {{"input_ids": [...]}} a line')
+    return SampleFile(path, samples, bad)
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix != ".zst":
+        return path.open("rb")
+    # Unlike zstandard's own reader, pyarrow's raises when the stream is cut short.
+    stream = pa.input_stream(str(path), compression="zstd")
+    return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 20))
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES:
+            raise UsageError(f"line {number} of {path} is longer than {MAX_LINE_BYTES} bytes; is it JSON lines?")
+        if not line.isspace():
+            yield number, line
+
+
+def _sample(line: bytes, number: int, limits: Limits) -> Sample:
+    try:
+        fields = json.loads(line.rstrip())
+    except RecursionError:
+        raise _Fault("malformed JSON", "nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise _Fault("malformed JSON", f"{error.msg} at column {error.colno}") from None
+    except ValueError as error:
+        raise _Fault("malformed JSON", str(error)) from None
+    if not isinstance(fields, dict):
+        raise _Fault("malformed JSON", f"a line is one object, not {_kind(fields)}")
+    sample_id = _sample_id(fields.get("id"), number)
+    try:
+        ids = _token_ids(fields.get("input_ids"), limits)
+        mask = _loss_mask(fields.get("loss_mask"), len(ids))
+    except _Fault as fault:
+        fault.sample_id = sample_id
+        raise
+    return Sample(sample_id, number, prompt_key(ids), ids, mask)
+
+
+def _sample_id(value: Any, number: int) -> str:
+    if value is None:
+        return str(number)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise _Fault("bad id", f"id must be a string or a whole number, not {_kind(value)}")
+    if isinstance(value, str) and not value.isprintable():
+        raise _Fault("bad id", f"id must be printable text, not {_kind(value)}")
+    return str(value)
+
+
+def _token_ids(value: Any, limits: Limits) -> npt.NDArray[np.int32]:
+    if value is None:
+        raise _Fault("no input_ids", "the line has no input_ids")
+    if not isinstance(value, list):
+        raise _Fault("bad input_ids", f"input_ids must be a list, not {_kind(value)}")
+    if not value:
+        raise _Fault("empty prompt", "input_ids has no token")
+    if wrong := _other_than_int(value):
+        raise _Fault("bad input_ids", f"token ids must be whole numbers; {wrong}")
+    end = limits.vocab_size if limits.vocab_size is not None else MAX_TOKEN_ID + 1
+    if min(value) < 0 or max(value) >= end:
+        at = next(i for i, token in enumerate(value) if not 0 <= token < end)
+        raise _Fault("out of vocabulary", f"token id {value[at]} at position {at}; ids go from 0 to {end - 1}")
+    if limits.context_length is not None and len(value) >= limits.context_length:
+        detail = f"{len(value)} tokens and one to generate; the server's context length is {limits.context_length}"
+        raise _Fault("too long", detail)
+    return np.array(value, np.int32)
+
+
+def _loss_mask(value: Any, tokens: int) -> npt.NDArray[np.uint8] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise _Fault("bad loss_mask", f"loss_mask must be a list, not {_kind(value)}")
+    if len(value) != tokens:
+        raise _Fault("bad loss_mask", f"loss_mask has {len(value)} elements for {tokens} tokens")
+    if wrong := _other_than_int(value):
+        raise _Fault("bad loss_mask", f"loss_mask holds 0 and 1; {wrong}")
+    if min(value) < 0 or max(value) > 1:
+        raise _Fault("bad loss_mask", f"loss_mask holds 0 and 1, not {min(value)} to {max(value)}")
+    return np.array(value, np.uint8)
+
+
+def _other_than_int(values: list[Any]) -> str | None:
+    # By type, not by value: NumPy would take true for 1 and cut 1.5.
+    if set(map(type, values)) == {int}:
+        return None
+    at = next(i for i, value in enumerate(values) if type(value) is not int)
+    return f"position {at} holds {_kind(values[at])}"
+
+
+def _kind(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
