@@ -1,0 +1,52 @@
+# make demo       the main job on a real SGLang server, from a bare clone
+# make test       the quick suite          make test-all   with the slow tests
+# make check      ruff, mypy, import rules make fmt        format the code
+# make bench      the figures and bars     make wheel      build, install elsewhere, import
+#
+# Every verb builds .venv first where it is missing or the locks have changed.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+ENVIRONMENT := $(VENV)/.installed
+
+.PHONY: demo test test-all check bench fmt wheel
+
+demo: $(ENVIRONMENT)
+	$(PY) bench/demo.py $(DEMO)
+
+test: $(ENVIRONMENT)
+	$(PY) -m pytest -q -m "not slow"
+
+test-all: $(ENVIRONMENT)
+	$(PY) -m pytest -q
+
+check: $(ENVIRONMENT)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_layers.py tests/test_public.py
+
+bench: $(ENVIRONMENT)
+	$(PY) bench/figures.py
+
+fmt: $(ENVIRONMENT)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+wheel: $(ENVIRONMENT)
+	rm -rf dist build
+	$(PY) -m build --quiet --wheel --no-isolation
+	rm -rf .cache/elsewhere && "$(PYTHON)" -m venv .cache/elsewhere
+	.cache/elsewhere/bin/pip install --quiet --constraint cpu.lock dist/hashtap-*.whl
+	cd .cache && elsewhere/bin/python ../tests/wheel_smoke.py ../tests/golden
+
+$(ENVIRONMENT): cpu.lock cpu-nodeps.lock pyproject.toml setup.cfg
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit("hashtap is developed on Python 3.11, \
+	but $(PYTHON) is %d.%d: install 3.11 and say make PYTHON=/path/to/python3.11" % v)'
+	rm -rf $(VENV)
+	"$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install --quiet -r cpu.lock
+	$(PY) -m pip install --quiet --no-deps -r cpu-nodeps.lock
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,303 @@
+"""One capturing rank: spans, kernel, ring and writer joined together. Knows no SGLang.
+
+The caller tells of each request once (:meth:`Session.admit`), of each prefill forward
+(:meth:`Session.capture`) and asks before it schedules another (:meth:`Session.may_admit`). All three
+are called on one thread, the scheduler's; files, compression and waiting are the writer's.
+"""
+
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hashtap.config import CaptureConfig
+from hashtap.directory import CaptureDirectory
+from hashtap.errors import SetupError
+from hashtap.exponents import TableBuilder
+from hashtap.identity import TokenIds, as_token_ids, prompt_key
+from hashtap.ring import Ring
+from hashtap.shard import ShardFacts
+from hashtap.spans import prompt_spans
+from hashtap.transport import Transport, open_transport
+from hashtap.writer import Flight, Record, Writer
+from hashtap_kernels import FramePlan, Piece, plan_frames
+
+__all__ = ["Batch", "Session", "Tracked"]
+
+log = logging.getLogger("hashtap")
+
+Receipt = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One prefill forward, rows in the order of its requests (R requests, T rows, maybe padded behind).
+
+    ``aux`` is a list of L-1 tensors ``[>= T, H]`` or one packed ``[>= T, (L-1) * H]``, boundaries in
+    rising order; ``final`` is ``[>= T, H]``; ``input_ids`` and ``positions`` are int64 ``[>= T]``.
+    """
+
+    rids: Sequence[str]  # [R]
+    extend_lens: Sequence[int]  # [R], rows of each request in this batch
+    prefix_lens: Sequence[int]  # [R], position of each request's first row
+    input_ids: Any
+    positions: Any
+    aux: Any
+    final: Any
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Tracked:
+    """A request under capture. The caller keeps it alive exactly as long as the request."""
+
+    rid: str
+    record: Record
+    state: str = "capturing"  # then captured, incomplete, dropped or refused
+    reason: str | None = None
+    rows: int = 0  # prompt rows taken so far, always a prefix of the prompt
+    ending: "weakref.finalize[[int], Tracked] | None" = None  # forgets the pass's frames; at the latest when self dies
+
+    def end_pass(self) -> None:
+        """No more rows will come under the present serial."""
+        if self.ending is not None:
+            self.ending()
+
+
+class Session:
+    """Captures the prompts of one rank into one directory.
+
+    Args:
+        config: the capture options.
+        facts: what the shards will say about model, layers and versions.
+        directory: where shards go; it must hold nothing of another model, epoch or layers.
+        device: where the states lie, ``cpu`` or ``cuda``.
+        max_forward_tokens: the most prompt rows that one forward can bring.
+
+    Raises:
+        SetupError: when the ring is too small for two forwards, or its memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        facts: ShardFacts,
+        directory: CaptureDirectory,
+        *,
+        device: str,
+        max_forward_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts
+        self._config = config
+        self._directory = directory
+        self._clock = clock
+        # Every request of a forward may end in a frame of its own.
+        self._forward_bytes = facts.geometry.piece_bytes(max_forward_tokens) + max_forward_tokens * 192
+        if config.ring_bytes < 2 * self._forward_bytes:
+            raise SetupError(
+                f"--capture-ring-gib {config.capture_ring_gib:g} holds less than two forwards of {max_forward_tokens} "
+                f"tokens: give at least {2 * self._forward_bytes / 2**30:.3f}, or a smaller --chunked-prefill-size"
+            )
+        self._transport: Transport = open_transport(device, facts.geometry, config.ring_bytes, facts.seed)
+        self._ring = Ring(config.ring_bytes)
+        self._tables = TableBuilder(facts.geometry)
+        self._writer = Writer(
+            directory,
+            facts,
+            threads=config.capture_threads,
+            codec=config.capture_codec,
+            shard_bytes=config.shard_bytes,
+            seal_after_s=config.capture_seal_after_s,
+            observe=self._tables.observe,
+            tables=self._tables.by_id,
+        )
+        self._tracked: weakref.WeakValueDictionary[str, Tracked] = weakref.WeakValueDictionary()
+        self._serials = itertools.count(1)
+        self._forwards = itertools.count(1)
+        self._full_since: float | None = None
+        self._counts = dict.fromkeys(("admitted", "refused", "captured", "incomplete", "dropped", "restarted"), 0)
+
+    def admit(self, rid: str, token_ids: TokenIds, salt: bytes = b"", refuse: str | None = None) -> Tracked:
+        """Track a request whose prompt is to be captured; computes its key.
+
+        Args:
+            rid: the request's id while it runs; nothing is paired by it afterwards.
+            token_ids: int64 ``[T]``, the request's own prompt; copied.
+            salt: what besides the ids changes the states, see :func:`hashtap.identity.salt_of`.
+            refuse: why this prompt must not be captured; its receipt will say so.
+        """
+        ids = as_token_ids(token_ids).copy()
+        tracked = Tracked(rid, Record(next(self._serials), prompt_key(ids, salt), ids, salt))
+        self._counts["admitted"] += 1
+        self._begin_pass(tracked)
+        if refuse is not None:
+            self._fail(tracked, "refused", refuse)
+        self._tracked[rid] = tracked
+        return tracked
+
+    def may_admit(self) -> bool:
+        """Whether another prefill forward may be scheduled now.
+
+        A full ring is felt here, before a forward, never inside one. After ``capture_wait_s`` of
+        waiting it says yes again, and the prompts that then find no room are dropped whole.
+        """
+        if self._config.capture_when_full == "drop":
+            return True
+        if self._ring.fits(self._forward_bytes) and self._transport.ready():
+            self._full_since = None
+            return True
+        now = self._clock()
+        if self._full_since is None:
+            self._full_since = now
+            log.warning("the ring is full: new prompts wait for the writer")
+        return now - self._full_since >= self._config.capture_wait_s
+
+    def capture(self, batch: Batch) -> list[Receipt | None] | None:
+        """Take the prompt rows of a forward; no wait, no file, no loop over tokens.
+
+        Returns the receipts so far in the order of the batch, None for requests that are not tracked;
+        None when there is none.
+
+        Raises:
+            ValueError: when the tensors are not what the facts say (a layer missing, another width).
+        """
+        members = [self._tracked.get(rid) for rid in batch.rids]
+        if not any(members):
+            return None
+        prompt_lens = [len(m.record.token_ids) if m and m.state == "capturing" else None for m in members]
+        sources = self._sources(batch)
+        pieces: list[Piece] = []
+        records: dict[int, Record] = {}
+        taking: list[tuple[Tracked, int]] = []
+        for span in prompt_spans(batch.extend_lens, batch.prefix_lens, prompt_lens):
+            tracked = members[span.request]
+            if tracked is None or not self._continues(tracked, span.first_position):
+                continue
+            record = tracked.record
+            pieces.append(
+                Piece(span.row, span.tokens, span.first_position, len(record.token_ids), record.serial, record.key)
+            )
+            records[record.serial] = record
+            taking.append((tracked, span.tokens))
+        if pieces:
+            self._send(batch, sources, plan_frames(pieces, self.facts.geometry), records, taking)
+        return [self._receipt(tracked) if tracked else None for tracked in members]
+
+    def advance_epoch(self, epoch: str) -> None:
+        """The weights changed: what is in flight ends here, and new shards name the new epoch. May wait."""
+        for tracked in list(self._tracked.values()):
+            if tracked.state == "capturing" and tracked.rows:
+                self._fail(tracked, "incomplete", "the weights were updated between two chunks")
+        self._writer.drain()
+        self.facts = replace(self.facts, epoch=epoch)
+        self._writer.set_facts(self.facts)
+
+    def counters(self) -> dict[str, int]:
+        """What has been counted since the start, the writer's counters included."""
+        return {**self._counts, **self._writer.counters(), "ring_used_bytes": self._ring.used_bytes}
+
+    def close(self) -> None:
+        """Write and seal everything that was captured. May wait."""
+        self._writer.close()
+
+    def _sources(self, batch: Batch) -> list[Any]:
+        """The L tensors ``[>= T, H]`` of a batch, checked on every forward."""
+        layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
+        aux = batch.aux
+        if aux is None:
+            raise ValueError(f"the forward brought no auxiliary layers, {layers - 1} were asked for")
+        if not isinstance(aux, list | tuple):
+            if aux.ndim != 2 or aux.shape[1] != (layers - 1) * hidden:
+                raise ValueError(f"packed auxiliary states are {tuple(aux.shape)}, not [T, {(layers - 1) * hidden}]")
+            aux = [aux[:, i * hidden : (i + 1) * hidden] for i in range(layers - 1)]
+        sources = [*aux, batch.final]
+        rows = sum(batch.extend_lens)
+        if len(sources) != layers:
+            raise ValueError(f"the forward brought {len(sources) - 1} auxiliary layers, {layers - 1} were asked for")
+        for index, source in enumerate(sources):
+            if source.ndim != 2 or source.shape[1] != hidden or source.shape[0] < rows:
+                raise ValueError(f"states of layer {index} are {tuple(source.shape)}, not [{rows} or more, {hidden}]")
+        return sources
+
+    def _continues(self, tracked: Tracked, first_position: int) -> bool:
+        """Whether rows from ``first_position`` go on where the request's rows ended; settles it if not."""
+        if first_position == tracked.rows:
+            return True
+        if first_position == 0:  # retracted and prefilled anew: the first pass's frames belong to no record
+            tracked.record = replace(tracked.record, serial=next(self._serials))
+            tracked.rows = 0
+            self._begin_pass(tracked)
+            self._counts["restarted"] += 1
+            return True
+        if first_position > tracked.rows:
+            reason = f"{first_position - tracked.rows} rows from position {tracked.rows} came from the prefix cache"
+        else:
+            reason = f"rows from position {first_position} were computed again after {tracked.rows}"
+        self._fail(tracked, "incomplete", reason)
+        return False
+
+    def _send(
+        self,
+        batch: Batch,
+        sources: Sequence[Any],
+        plan: FramePlan,
+        records: dict[int, Record],
+        taking: Sequence[tuple[Tracked, int]],
+    ) -> None:
+        offset = self._ring.take(plan.bytes)
+        if offset is None:
+            for tracked, _ in taking:
+                self._fail(tracked, "dropped", "the ring was full")
+            return
+        memory = self._transport.memory[offset : offset + plan.bytes]
+        wait = self._transport.send(
+            sources,
+            batch.input_ids,
+            batch.positions,
+            plan,
+            offset,
+            table=self._tables.table,
+            forward=next(self._forwards),
+        )
+        for tracked, tokens in taking:
+            tracked.rows += tokens
+            if tracked.rows == len(tracked.record.token_ids):
+                tracked.state = "captured"
+                if tracked.ending is not None:
+                    tracked.ending.detach()
+                self._counts["captured"] += 1
+        self._writer.submit(Flight(memory, wait, _frames(plan, records), release=lambda: self._ring.give_back(offset)))
+
+    def _begin_pass(self, tracked: Tracked) -> None:
+        """From here on the request's frames carry its record's serial; those of an earlier pass are waste."""
+        tracked.end_pass()
+        tracked.ending = weakref.finalize(tracked, self._writer.abandon, tracked.record.serial)
+        tracked.ending.atexit = False  # at exit the writer seals what is whole and leaves the rest
+
+    def _fail(self, tracked: Tracked, state: str, reason: str) -> None:
+        """The request gets no record; its receipt will say why."""
+        tracked.state, tracked.reason = state, reason
+        tracked.end_pass()
+        self._counts[state] += 1
+
+    def _receipt(self, tracked: Tracked) -> Receipt:
+        return {
+            "key": tracked.record.key.hex(),
+            "epoch": self.facts.epoch,
+            "rows": tracked.rows,
+            "state": tracked.state,
+            "reason": tracked.reason,
+            "directory": self._directory.uuid,
+        }
+
+
+def _frames(plan: FramePlan, records: dict[int, Record]) -> Iterator[tuple[int, int, Record]]:
+    """``(offset, frame_bytes, record)`` of each frame; consumed by the writer, off the scheduler's thread."""
+    ends = np.append(plan.descriptors[1:, 3], plan.bytes)
+    for row, end in zip(plan.descriptors.tolist(), ends.tolist(), strict=True):
+        yield row[3], end - row[3], records[row[5]]
