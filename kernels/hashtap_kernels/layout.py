@@ -13,8 +13,10 @@ Pure: imports NumPy and nothing else.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "CHECKED_WORDS",
@@ -36,6 +38,9 @@ FRAME_ALIGN = 64
 MAX_FRAME_TOKENS = 256
 CHECKED_WORDS = 11
 """Words 0 to 10 of the header are the kernel's and guarded by word 15; words 11 to 14 are the writer's."""
+
+
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
 class Payload(IntEnum):
@@ -112,8 +117,8 @@ class Geometry:
         """Payload bytes of one token row, L x H elements."""
         return self.layers * self.hidden * self.dtype.element_bytes
 
-    def frame_bytes(self, tokens: int) -> int:
-        """Bytes of a frame of ``tokens`` rows, header, row sums and padding included."""
+    def frame_bytes(self, tokens: Count) -> Count:
+        """Bytes of a frame of ``tokens`` rows (one number or an array), header, row sums and padding included."""
         used = HEADER_BYTES + tokens * (self.row_bytes + 8)
         return -(-used // FRAME_ALIGN) * FRAME_ALIGN
 

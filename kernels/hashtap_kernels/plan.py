@@ -1,0 +1,157 @@
+"""Which frames one capture writes: the plan that the kernel and its reference follow.
+
+Pure NumPy. A :class:`Piece` is what one forward computed of one request; :func:`plan_frames` cuts
+pieces into frames of at most ``MAX_FRAME_TOKENS`` and lays those out one behind the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .layout import MAX_FRAME_TOKENS, Geometry
+
+__all__ = [
+    "COLUMNS",
+    "KEY0",
+    "KEY1",
+    "OFFSET",
+    "POSITIONS",
+    "ROW",
+    "ROWS_BEFORE",
+    "SERIAL",
+    "TOKENS",
+    "FramePlan",
+    "Piece",
+    "plan_frames",
+]
+
+ROW = 0  # the frame's first row in the batch
+TOKENS = 1  # its rows, 1 to MAX_FRAME_TOKENS
+ROWS_BEFORE = 2  # rows of all frames before it
+OFFSET = 3  # its first byte in the output
+POSITIONS = 4  # position of its first token | length of the whole prompt << 32: header word 3
+SERIAL = 5  # header word 4
+KEY0 = 6  # header words 5 and 6
+KEY1 = 7
+COLUMNS = 8
+
+I64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows of a batch that belong to consecutive tokens of one prompt.
+
+    Attributes:
+        row: first row in the batch.
+        tokens: how many rows, at least 1.
+        first_position: position of the first of them in the prompt.
+        total_tokens: length of the whole prompt.
+        serial: number of this pass of this request, 64 bits.
+        key: the prompt's key, 16 bytes.
+    """
+
+    row: int
+    tokens: int
+    first_position: int
+    total_tokens: int
+    serial: int
+    key: bytes
+
+    def check(self) -> None:
+        """Raise ValueError when this is no part of a prompt."""
+        if self.tokens < 1 or self.row < 0:
+            raise ValueError(f"{self}: a piece has at least one token, from row 0 on")
+        if self.first_position < 0 or not self.first_position + self.tokens <= self.total_tokens < 1 << 31:
+            raise ValueError(f"{self}: the piece must lie inside its prompt of fewer than 2**31 tokens")
+        if len(self.key) != 16:
+            raise ValueError(f"{self}: a key has 16 bytes, not {len(self.key)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FramePlan:
+    """The frames of one launch.
+
+    Attributes:
+        descriptors: int64 ``[F, COLUMNS]``, one row a frame; SERIAL and the keys are uint64 bit patterns.
+        rows: captured rows in all.
+        bytes: bytes of all frames; they lie from 0 on without gaps.
+    """
+
+    descriptors: I64Array
+    rows: int
+    bytes: int
+
+    def __len__(self) -> int:
+        return len(self.descriptors)
+
+    @property
+    def frame_bytes(self) -> I64Array:
+        """Bytes of each frame, int64 ``[F]``."""
+        return np.diff(self.descriptors[:, OFFSET], append=self.bytes)
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise ValueError unless the frames tile their rows and bytes as ``geometry`` wants it."""
+        tokens = self.descriptors[:, TOKENS]
+        if len(tokens) and not 1 <= tokens.min() <= tokens.max() <= MAX_FRAME_TOKENS:
+            raise ValueError(f"frames of {tokens.min()} to {tokens.max()} tokens: 1 to {MAX_FRAME_TOKENS} are allowed")
+        descriptors, rows, size = _lay_out(self.descriptors, geometry)
+        if rows != self.rows or size != self.bytes or not np.array_equal(descriptors, self.descriptors):
+            raise ValueError(f"this plan of {self.rows} rows and {self.bytes} bytes is not laid out for {geometry}")
+
+    def split(self, limit_bytes: int) -> list["FramePlan"]:
+        """Plans of at most ``limit_bytes`` each, in order, no frame cut; every one starts at offset 0.
+
+        Raises:
+            ValueError: when a single frame is larger than ``limit_bytes``.
+        """
+        ends = self.descriptors[:, OFFSET] + self.frame_bytes
+        plans = []
+        first, offset, rows_before = 0, 0, 0
+        while first < len(self):
+            end = int(np.searchsorted(ends, offset + limit_bytes, side="right"))
+            if end == first:
+                raise ValueError(f"a frame of {ends[first] - offset} bytes does not fit a limit of {limit_bytes}")
+            part = self.descriptors[first:end].copy()
+            part[:, OFFSET] -= offset
+            part[:, ROWS_BEFORE] -= rows_before
+            rows = int(part[-1, ROWS_BEFORE] + part[-1, TOKENS])
+            plans.append(FramePlan(part, rows, int(ends[end - 1]) - offset))
+            first, offset, rows_before = end, int(ends[end - 1]), rows_before + rows
+        return plans
+
+
+def plan_frames(pieces: Sequence[Piece], geometry: Geometry) -> FramePlan:
+    """Cut ``pieces`` into frames and lay them out. The frames of a piece are contiguous, in order.
+
+    Raises:
+        ValueError: when a piece is no part of a prompt.
+    """
+    for piece in pieces:
+        piece.check()
+    numbers = np.array([(p.row, p.tokens, p.first_position, p.total_tokens) for p in pieces], np.int64).reshape(-1, 4)
+    tokens = numbers[:, 1]
+    counts = -(-tokens // MAX_FRAME_TOKENS)
+    owner = np.repeat(np.arange(len(pieces)), counts)
+    # How many tokens of its piece lie before each frame.
+    before = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * MAX_FRAME_TOKENS
+    row, _, first, total = numbers[owner].T
+    descriptors = np.empty((len(owner), COLUMNS), np.int64)
+    descriptors[:, ROW] = row + before
+    descriptors[:, TOKENS] = np.minimum(tokens[owner] - before, MAX_FRAME_TOKENS)
+    descriptors[:, POSITIONS] = (first + before) | total << 32
+    descriptors[:, SERIAL] = np.array([p.serial for p in pieces], np.uint64).view(np.int64)[owner]
+    descriptors[:, KEY0:] = np.frombuffer(b"".join(p.key for p in pieces), "<i8").reshape(-1, 2)[owner]
+    return FramePlan(*_lay_out(descriptors, geometry))
+
+
+def _lay_out(descriptors: I64Array, geometry: Geometry) -> tuple[I64Array, int, int]:
+    """Descriptors with ROWS_BEFORE and OFFSET filled in, and the sums of rows and bytes."""
+    tokens = descriptors[:, TOKENS]
+    sizes = geometry.frame_bytes(tokens)
+    laid_out = descriptors.copy()
+    laid_out[:, ROWS_BEFORE] = np.cumsum(tokens) - tokens
+    laid_out[:, OFFSET] = np.cumsum(sizes) - sizes
+    return laid_out, int(tokens.sum()), int(sizes.sum())

@@ -1,0 +1,49 @@
+"""The PLANES payload in NumPy: two-byte elements as a plane of exponents and a plane of rests.
+
+Each element's bits are rotated left by one, so that the high byte holds the whole exponent of a
+bfloat16 and the low byte its mantissa and sign. From the high byte a reference exponent is taken
+away, modulo 256: what is left is small, and compresses. Lossless whatever the values.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["from_planes", "to_planes"]
+
+U8Array = npt.NDArray[np.uint8]
+U16Array = npt.NDArray[np.uint16]
+
+# Rows that stay in the cache between the steps.
+_BLOCK_BYTES = 1 << 18
+
+
+def to_planes(elements: U16Array, table: U8Array, exponents: U8Array, rests: U8Array) -> None:
+    """Write the planes of ``elements`` (uint16 bit patterns ``[n, L, H]``).
+
+    Args:
+        table: reference exponents, uint8 ``[L, H]``.
+        exponents: receives the exponent plane, uint8 ``[n, L, H]``.
+        rests: receives the rest plane, uint8 ``[n, L, H]``.
+    """
+    step = _block_rows(elements)
+    for start in range(0, len(elements), step):
+        block = slice(start, start + step)
+        rotated = (elements[block] << np.uint16(1)) | (elements[block] >> np.uint16(15))
+        halves = rotated.view(np.uint8)
+        np.subtract(halves[..., 1::2], table, out=exponents[block])
+        rests[block] = halves[..., 0::2]
+
+
+def from_planes(exponents: U8Array, rests: U8Array, table: U8Array, elements: U16Array) -> None:
+    """Write back the elements (uint16 ``[n, L, H]``) whose planes these are: the inverse of :func:`to_planes`."""
+    step = _block_rows(elements)
+    for start in range(0, len(elements), step):
+        block = slice(start, start + step)
+        rotated = (exponents[block] + table).astype(np.uint16)
+        rotated <<= np.uint16(8)
+        rotated |= rests[block]
+        np.bitwise_or(rotated >> np.uint16(1), rotated << np.uint16(15), out=elements[block])
+
+
+def _block_rows(elements: U16Array) -> int:
+    return max(1, _BLOCK_BYTES // (elements[:1].nbytes or 1))
