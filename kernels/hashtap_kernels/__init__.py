@@ -8,11 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .gather import Gather
     from .reference import gather_reference
 
-__all__ = ["gather_reference"]
+__all__ = ["Gather", "gather_reference"]
 
-_HOME = {"gather_reference": "reference"}
+_HOME = {"Gather": "gather", "gather_reference": "reference"}
 
 
 def __getattr__(name: str) -> Any:

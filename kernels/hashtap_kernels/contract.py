@@ -54,7 +54,7 @@ def check_batch(
     for name, tensor in (("input_ids", input_ids), ("positions", positions)):
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name} are {tensor.dtype}: they must be int64")
-        if tensor.dim() != 1 or tensor.stride(0) != 1:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{name} have shape {tuple(tensor.shape)}: they must be contiguous and one-dimensional")
         if len(tensor) < rows:
             raise ValueError(f"{name} have {len(tensor)} entries, the plan reads {rows}")
@@ -85,7 +85,7 @@ def _check_source(name: str, source: torch.Tensor, rows: int, geometry: Geometry
     align = row_alignment(geometry)
     if source.dtype != TORCH_DTYPE[geometry.dtype]:
         raise TypeError(f"{name} is {source.dtype}, not {TORCH_DTYPE[geometry.dtype]} as the geometry says")
-    if source.dim() != 2 or source.shape[1] != geometry.hidden or source.stride(1) != 1:
+    if source.dim() != 2 or source.shape[1] != geometry.hidden or (len(source) and source.stride(1) != 1):
         raise ValueError(
             f"{name} has shape {tuple(source.shape)} and strides {source.stride()}: "
             f"it must be [rows, {geometry.hidden}] with stride 1 along a row"

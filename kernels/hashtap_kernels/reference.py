@@ -50,6 +50,8 @@ def gather_reference(
     check_batch(sources, input_ids, positions, plan, out, geometry)
     if table is not None:
         check_table(table, geometry)
+    if not plan.rows:
+        return
     words = [source.view(torch.int64).numpy().view(np.uint64) for source in sources]
     target = out.numpy() if isinstance(out, torch.Tensor) else out
     common = np.zeros((), HEADER)

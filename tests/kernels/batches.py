@@ -150,5 +150,7 @@ def _planes(values: list[list[bytes]], table: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _random(rng: np.random.Generator, rows: int, columns: int, dtype: Dtype) -> torch.Tensor:
-    bits = rng.integers(0, 256, (rows, columns * dtype.element_bytes), np.uint8)
-    return torch.from_numpy(bits).view(TORCH_DTYPE[dtype])
+    tensor = torch.empty((rows, columns), dtype=TORCH_DTYPE[dtype])
+    bits = tensor.view(torch.uint8).numpy()
+    bits[:] = rng.integers(0, 256, bits.shape, np.uint8)
+    return tensor

@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
-import hashtap_kernels
 import pytest
+
+import hashtap_kernels
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -1,0 +1,196 @@
+"""Launching the gather: one kernel, one small upload, no allocation and no wait.
+
+:class:`Gather` is what a server keeps; :func:`gather` is the same for a single call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from . import gather_kernel as kernel
+from .contract import check_batch, check_table, row_alignment
+from .layout import FRAME_VERSION, HEADER_BYTES, Dtype, Geometry, Payload
+from .plan import FramePlan
+from .proof import table_id
+
+__all__ = ["Gather", "compile_constants", "gather"]
+
+U8Array = npt.NDArray[np.uint8]
+I64Array = npt.NDArray[np.int64]
+
+NUM_WARPS = 4
+_PROGRAMS_PER_PROCESSOR = 4
+# Words that one program loads at once: 8 loads of 16 bytes in flight in each of its 128 threads.
+_TILE_WORDS = 2048
+
+
+def compile_constants(geometry: Geometry, payload: Payload) -> dict[str, Any]:
+    """What the kernel is compiled for: its compile-time arguments by name."""
+    row_words = geometry.hidden * geometry.dtype.element_bytes // 8
+    layers_padded = triton.next_power_of_2(geometry.layers)
+    return {
+        "L": geometry.layers,
+        "LP": layers_padded,
+        "W": row_words,
+        "H": geometry.hidden,
+        "SHAPE_WORD": (
+            FRAME_VERSION | HEADER_BYTES << 16 | geometry.dtype << 32 | payload << 40 | geometry.layers << 48
+        ),
+        "PLANES": payload == Payload.PLANES,
+        "SOURCE_ALIGN": row_alignment(geometry),
+        "BW": min(max(512, _TILE_WORDS // layers_padded), triton.next_power_of_2(row_words)),
+    }
+
+
+class Gather:
+    """Gathers batches of one geometry into frames on one device; all it needs is allocated at once.
+
+    Launches and :meth:`set_table` must come from one stream, in order: they share the control array on the device.
+    """
+
+    def __init__(
+        self, geometry: Geometry, device: torch.device | str, max_frames: int, *, programs: int = 0, uploads: int = 16
+    ) -> None:
+        """
+        Args:
+            geometry: L, H and dtype of every batch.
+            device: where the sources lie: a GPU, or the CPU when Triton interprets its kernels.
+            max_frames: most frames of one launch.
+            programs: most programs of one launch; 0 for four on each of the GPU's processors.
+            uploads: launches that may be under way before the host has to wait for the first of them.
+
+        Raises:
+            ValueError: when ``device`` is the CPU and Triton compiles its kernels.
+        """
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self.max_frames = max_frames
+        if self.device.type == "cpu" and isinstance(kernel.gather_kernel, triton.JITFunction):
+            raise ValueError(
+                "the gather kernel runs on a GPU; on a CPU use gather_reference, or set TRITON_INTERPRET=1"
+            )
+        self._programs = programs or _default_programs(self.device)
+        self._control = _Control(kernel.DESCRIPTORS.value + max_frames * kernel.COLUMNS.value, self.device, uploads)
+        self._table = torch.zeros(geometry.layers * geometry.hidden, dtype=torch.uint8, device=self.device)
+        self._table_id = 0
+
+    def set_table(self, table: U8Array | None) -> None:
+        """Gather PLANES centred on ``table`` (uint8 ``[L, H]``) from the next launch on; None for RAW, as at first.
+
+        Raises:
+            TypeError, ValueError: when the table does not fit the geometry.
+        """
+        if table is None:
+            self._table_id = 0
+            return
+        check_table(table, self.geometry)
+        self._table.copy_(torch.from_numpy(table.reshape(-1)))
+        self._table_id = table_id(table)
+
+    def warm_up(self) -> None:
+        """Compile and load every form of the kernel, so that no later launch does."""
+        self._control.upload(np.zeros(kernel.DESCRIPTORS.value, np.int64))
+        self._run(Payload.RAW, self._table, 1)
+        if self.geometry.dtype in (Dtype.BF16, Dtype.FP16):
+            self._run(Payload.PLANES, self._table, 1)
+
+    def launch(
+        self,
+        sources: Sequence[torch.Tensor],
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: FramePlan,
+        out: torch.Tensor,
+        *,
+        seed: tuple[int, int],
+        forward: int,
+    ) -> None:
+        """Start gathering the planned rows into ``out``, on the current stream. It does not wait.
+
+        Args: as of :func:`~.reference.gather_reference`, but tensors on this device (``out`` may be pinned memory).
+            They must stay as they are until the launch has run; the same stream sees to that.
+
+        Raises:
+            TypeError, ValueError: when the arguments do not fit, see :mod:`~.contract`, or there are too many frames.
+        """
+        check_batch(sources, input_ids, positions, plan, out, self.geometry)
+        if sources[0].device != self.device:
+            raise ValueError(f"the sources lie on {sources[0].device}, this gather works on {self.device}")
+        if len(plan) > self.max_frames:
+            raise ValueError(f"{len(plan)} frames: this gather was made for at most {self.max_frames} a launch")
+        if not plan.rows:
+            return
+        words = np.zeros(kernel.DESCRIPTORS.value + plan.descriptors.size, np.int64)
+        bits = words.view(np.uint64)
+        words[kernel.FRAMES.value] = len(plan)
+        words[kernel.ROWS.value] = plan.rows
+        bits[kernel.SEED0.value], bits[kernel.SEED1.value] = seed
+        bits[kernel.TABLE.value] = self._table_id
+        bits[kernel.FORWARD.value] = forward
+        words[kernel.INPUT_IDS.value] = input_ids.data_ptr()
+        words[kernel.POSITIONS.value] = positions.data_ptr()
+        element_bytes = self.geometry.dtype.element_bytes
+        for layer, source in enumerate(sources):
+            words[kernel.SOURCES.value + layer] = source.data_ptr()
+            words[kernel.STRIDES.value + layer] = source.stride(0) * element_bytes // 8
+        words[kernel.DESCRIPTORS.value :] = plan.descriptors.reshape(-1)
+        self._control.upload(words)
+        self._run(Payload.PLANES if self._table_id else Payload.RAW, out, min(plan.rows, self._programs))
+
+    def _run(self, payload: Payload, out: torch.Tensor, programs: int) -> None:
+        constants = compile_constants(self.geometry, payload)
+        kernel.gather_kernel[(programs,)](self._control.tensor, self._table, out, **constants, num_warps=NUM_WARPS)
+
+
+def gather(
+    sources: Sequence[torch.Tensor],
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    plan: FramePlan,
+    out: torch.Tensor,
+    *,
+    geometry: Geometry,
+    seed: tuple[int, int],
+    table: U8Array | None,
+    forward: int,
+) -> None:
+    """Gather once: :func:`~.reference.gather_reference`, by the kernel. A server keeps a :class:`Gather` instead."""
+    once = Gather(geometry, sources[0].device, max(1, len(plan)), uploads=1)
+    once.set_table(table)
+    once.launch(sources, input_ids, positions, plan, out, seed=seed, forward=forward)
+
+
+class _Control:
+    """The control array on the device, and the pinned buffers that it is uploaded from in turn."""
+
+    def __init__(self, words: int, device: torch.device, uploads: int) -> None:
+        self.tensor = torch.zeros(words, dtype=torch.int64, device=device)
+        self._buffers: list[torch.Tensor] = []
+        self._uploaded: list[torch.cuda.Event] = []
+        if device.type != "cpu":
+            self._buffers = list(torch.zeros((uploads, words), dtype=torch.int64, pin_memory=True))
+            self._uploaded = [torch.cuda.Event() for _ in range(uploads)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def upload(self, words: I64Array) -> None:
+        if not self._buffers:
+            self.tensor.numpy()[: len(words)] = words
+            return
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer, uploaded = self._buffers[self._turn], self._uploaded[self._turn]
+        # Only a host that is a whole round of buffers ahead of the device waits here.
+        if not uploaded.query():  # type: ignore[no-untyped-call]
+            uploaded.synchronize()
+        buffer.numpy()[: len(words)] = words
+        self.tensor[: len(words)].copy_(buffer[: len(words)], non_blocking=True)
+        uploaded.record()
+
+
+def _default_programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4
+    return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
