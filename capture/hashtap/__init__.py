@@ -16,18 +16,24 @@ from hashtap.errors import (
     UsageError,
 )
 from hashtap.identity import prompt_key, salt_of
+from hashtap.reader import Capture, Reader
 
 __all__ = [
+    "Capture",
     "CaptureConfig",
     "FormatError",
     "HashtapError",
     "MismatchError",
+    "Reader",
     "ServerLost",
     "SetupError",
     "UsageError",
     "enable",
+    "open",
     "prompt_key",
     "salt_of",
 ]
 
 __version__ = "0.1.0"
+
+open = Reader

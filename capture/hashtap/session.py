@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import SetupError
@@ -25,7 +23,7 @@ from hashtap.shard import ShardFacts
 from hashtap.spans import prompt_spans
 from hashtap.transport import Transport, open_transport
 from hashtap.writer import Flight, Record, Writer
-from hashtap_kernels import FramePlan, Piece, plan_frames
+from hashtap_kernels.plan import OFFSET, SERIAL, FramePlan, Piece, plan_frames
 
 __all__ = ["Batch", "Session", "Tracked"]
 
@@ -103,7 +101,7 @@ class Session:
                 f"--capture-ring-gib {config.capture_ring_gib:g} holds less than two forwards of {max_forward_tokens} "
                 f"tokens: give at least {2 * self._forward_bytes / 2**30:.3f}, or a smaller --chunked-prefill-size"
             )
-        self._transport: Transport = open_transport(device, facts.geometry, config.ring_bytes, facts.seed)
+        self._transport: Transport = open_transport(device, facts.geometry, config, max_forward_tokens, facts.seed)
         self._ring = Ring(config.ring_bytes)
         self._tables = TableBuilder(facts.geometry)
         self._writer = Writer(
@@ -298,6 +296,6 @@ class Session:
 
 def _frames(plan: FramePlan, records: dict[int, Record]) -> Iterator[tuple[int, int, Record]]:
     """``(offset, frame_bytes, record)`` of each frame; consumed by the writer, off the scheduler's thread."""
-    ends = np.append(plan.descriptors[1:, 3], plan.bytes)
-    for row, end in zip(plan.descriptors.tolist(), ends.tolist(), strict=True):
-        yield row[3], end - row[3], records[row[5]]
+    offsets, serials = plan.descriptors[:, OFFSET], plan.descriptors[:, SERIAL]
+    for offset, size, serial in zip(offsets.tolist(), plan.frame_bytes.tolist(), serials.tolist(), strict=True):
+        yield offset, size, records[serial]

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hashtap.config import CaptureConfig
 from hashtap.errors import SetupError
-from hashtap_kernels import FramePlan, Geometry, gather_reference
+from hashtap_kernels import gather_reference
+from hashtap_kernels.layout import Geometry
+from hashtap_kernels.plan import FramePlan
 
 __all__ = ["HostTransport", "Transport", "open_transport"]
 
@@ -89,15 +92,21 @@ class HostTransport:
         return _already_there
 
 
-def open_transport(device: str, geometry: Geometry, ring_bytes: int, seed: tuple[int, int]) -> Transport:
-    """The transport for states on ``device`` (``cpu``).
+def open_transport(
+    device: str, geometry: Geometry, config: CaptureConfig, max_forward_tokens: int, seed: tuple[int, int]
+) -> Transport:
+    """The transport for states on ``device``, ``cpu`` or ``cuda[:n]``. Call it before the KV cache is sized.
 
     Raises:
-        SetupError: when the device is not supported or the ring's memory cannot be had.
+        SetupError: when the device is not supported or memory cannot be had.
     """
-    if device != "cpu":
-        raise SetupError(f"states on {device!r} cannot be captured: hashtap knows cpu")
-    return HostTransport(geometry, ring_bytes, seed)
+    if device == "cpu":
+        return HostTransport(geometry, config.ring_bytes, seed)
+    if device.split(":")[0] != "cuda":
+        raise SetupError(f"states on {device!r} cannot be captured: hashtap knows cuda and cpu")
+    from hashtap.staging import open_staged
+
+    return open_staged(device, geometry, config.ring_bytes, config.stage_bytes, max_forward_tokens, seed)
 
 
 def _already_there() -> None:

@@ -1,0 +1,287 @@
+"""The session on a fake host: real kernels, ring, writer and files, and no SGLang."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hashtap
+from hashtap.config import CaptureConfig
+from hashtap.directory import CaptureDirectory
+from hashtap.errors import SetupError
+from hashtap.identity import prompt_key
+from hashtap.session import Batch, Session, Tracked
+from hashtap.shard import ShardFacts
+from hashtap_kernels.layout import Geometry
+
+LAYERS, HIDDEN = 4, 24
+
+
+class Host:
+    """Plays the server: computes states that tell token, position and layer apart, and batches them as told."""
+
+    def __init__(self, path: Path, *, packed: bool = False, forward_tokens: int = 512, **options: Any) -> None:
+        options = {"capture_ring_gib": 0.02, "capture_seal_after_s": 60.0} | options
+        self.path, self.packed, self.padding = path, packed, 5
+        self.directory = CaptureDirectory.create(path)
+        facts = ShardFacts(
+            model="fake",
+            epoch="e0",
+            boundaries=(1, 2, 3),
+            final_norm="post",
+            geometry=Geometry(LAYERS, HIDDEN),
+            seed=(11, 22),
+            directory_uuid=self.directory.uuid,
+            writer="0" * 32,
+            rank=0,
+            versions={},
+            server_flags={},
+        )
+        self.now = 0.0
+        self.session = Session(
+            CaptureConfig(capture_dir=str(path), **options),
+            facts,
+            self.directory,
+            device="cpu",
+            max_forward_tokens=forward_tokens,
+            clock=lambda: self.now,
+        )
+
+    @staticmethod
+    def states(ids: list[int], first: int = 0, twist: int = 0) -> torch.Tensor:
+        """bfloat16 ``[T, L, H]``, every value a function of token, position, layer and channel."""
+        ids_t = torch.tensor(ids).view(-1, 1, 1)
+        position = torch.arange(first, first + len(ids)).view(-1, 1, 1)
+        layer = torch.arange(LAYERS).view(1, -1, 1)
+        channel = torch.arange(HIDDEN).view(1, 1, -1)
+        bits = (ids_t * 7919 + position * 104729 + layer * 31 + channel * 131 + twist) % 32749
+        return bits.to(torch.int16).view(torch.bfloat16)
+
+    def forward(self, *parts: tuple[str, list[int], int], twist: int = 0) -> list[dict[str, Any] | None] | None:
+        """One prefill forward of ``(rid, ids of the rows, first position)`` parts, padded behind with poison."""
+        rows = torch.cat([self.states(ids, first, twist) for _, ids, first in parts])
+        poison = torch.full((self.padding, LAYERS, HIDDEN), -1.0, dtype=torch.bfloat16)
+        rows = torch.cat([rows, poison])
+        aux: Any = [rows[:, layer].contiguous() for layer in range(LAYERS - 1)]
+        if self.packed:
+            aux = torch.cat(aux, dim=1)
+        ids = [i for _, part, _ in parts for i in part] + [0] * self.padding
+        positions = [first + i for _, part, first in parts for i in range(len(part))] + [0] * self.padding
+        return self.session.capture(
+            Batch(
+                rids=[rid for rid, _, _ in parts],
+                extend_lens=[len(part) for _, part, _ in parts],
+                prefix_lens=[first for _, _, first in parts],
+                input_ids=torch.tensor(ids),
+                positions=torch.tensor(positions),
+                aux=aux,
+                final=rows[:, LAYERS - 1].contiguous(),
+            )
+        )
+
+    def admit(self, rid: str, ids: list[int], **more: Any) -> Tracked:
+        return self.session.admit(rid, np.array(ids, np.int64), **more)
+
+    def close(self) -> "hashtap.Reader":
+        self.session.close()
+        return hashtap.open(self.path)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path / "captures")
+    yield host
+    host.session.close()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 50_000, tokens).tolist()
+
+
+def assert_captured(reader: "hashtap.Reader", ids: list[int], twist: int = 0) -> None:
+    capture = reader.by_token_ids(ids)
+    assert capture.token_ids.tolist() == ids
+    assert torch.equal(capture.tensor().view(torch.int16), Host.states(ids, twist=twist).view(torch.int16))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["list", "packed"])
+def test_batches_chunks_and_strangers(tmp_path: Path, packed: bool) -> None:
+    host = Host(tmp_path, packed=packed)
+    short, long, one = prompt(1, 7), prompt(2, 600), prompt(3, 1)
+    kept = [host.admit("short", short), host.admit("long", long), host.admit("one", one)]
+    receipts = host.forward(("short", short, 0), ("stranger", prompt(9, 30), 0), ("long", long[:300], 0))
+    assert receipts is not None
+    assert [r and r["state"] for r in receipts] == ["captured", None, "capturing"]
+    assert host.forward(("stranger", [5], 30)) is None
+    receipts = host.forward(("long", long[300:], 300), ("short", [123], 7), ("one", one, 0))
+    assert receipts is not None
+    assert [(r["rows"], r["state"]) for r in receipts if r] == [(600, "captured"), (7, "captured"), (1, "captured")]
+    assert receipts[0] is not None
+    assert receipts[0]["key"] == prompt_key(long).hex()
+    assert receipts[0]["directory"] == host.directory.uuid
+    reader = host.close()
+    assert len(reader) == 3
+    for ids in (short, long, one):
+        assert_captured(reader, ids)
+    assert len(kept) == 3
+
+
+def test_planes_take_over_after_the_table(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    prompts = [prompt(seed, 400) for seed in range(8)]
+    kept = []
+    for number, ids in enumerate(prompts):
+        kept.append(host.admit(str(number), ids))
+        host.forward((str(number), ids, 0))
+        host.session._writer.drain()
+    reader = host.close()
+    assert len(reader) == 8
+    for ids in prompts:
+        assert_captured(reader, ids)
+    assert host.session._tables.table is not None
+
+
+def test_a_retracted_prompt_is_stored_once_from_one_pass(host: Host) -> None:
+    ids = prompt(4, 100)
+    tracked = host.admit("r", ids)
+    host.forward(("r", ids[:60], 0), twist=1)
+    host.forward(("r", ids[:80], 0), twist=2)  # retracted and begun anew, under other values
+    host.forward(("r", [*ids[80:], 7, 8, 9], 80), twist=2)  # generated tokens behind the prompt
+    receipts = host.forward(("r", [*ids, 7], 0), twist=3)  # retracted again after its last prompt row
+    assert receipts is not None
+    assert receipts[0] is not None
+    assert (receipts[0]["rows"], receipts[0]["state"]) == (100, "captured")
+    reader = host.close()
+    assert len(reader) == 1
+    assert_captured(reader, ids, twist=2)
+    assert host.session.counters()["restarted"] == 1
+    assert tracked.state == "captured"
+
+
+def test_rows_from_the_prefix_cache_are_said(host: Host) -> None:
+    ids = prompt(5, 40)
+    tracked = host.admit("p", ids)
+    receipts = host.forward(("p", ids[16:], 16))
+    assert receipts is not None
+    assert receipts[0] is not None
+    assert receipts[0]["state"] == tracked.state == "incomplete"
+    assert receipts[0]["reason"] == "16 rows from position 0 came from the prefix cache"
+    assert len(host.close()) == 0
+
+
+def test_other_tokens_than_the_prompts_never_become_a_record(host: Host) -> None:
+    """The forward consumed something else than the request asked for: the proof does not add up."""
+    ids = prompt(6, 50)
+    tracked = host.admit("x", ids)
+    host.forward(("x", [*ids[:20], ids[20] + 1, *ids[21:]], 0))
+    assert tracked.state == "captured"
+    assert len(host.close()) == 0
+    assert host.session.counters()["failed_proofs"] == 1
+
+
+def test_a_request_that_dies_is_forgotten(host: Host) -> None:
+    ids, whole = prompt(7, 50), prompt(8, 20)
+    tracked = host.admit("dies", ids)
+    host.forward(("dies", ids[:30], 0))
+    del tracked
+    gc.collect()
+    kept = host.admit("lives", whole)
+    assert host.forward(("dies", ids[30:], 30)) is None
+    host.forward(("lives", whole, 0))
+    del kept  # done before the writer is
+    gc.collect()
+    reader = host.close()
+    assert len(reader) == 1
+    assert_captured(reader, whole)
+    assert host.session.counters()["ring_used_bytes"] == 0
+
+
+def test_a_refused_prompt_has_a_receipt_and_no_rows(host: Host) -> None:
+    ids = prompt(9, 10)
+    tracked = host.admit("lora", ids, salt=b'{"lora":"a"}', refuse="adapters are not supported")
+    receipts = host.forward(("lora", ids, 0))
+    assert receipts is not None
+    assert receipts[0] is not None
+    assert (receipts[0]["state"], receipts[0]["rows"]) == ("refused", 0)
+    assert tracked.reason == "adapters are not supported"
+    assert len(host.close()) == 0
+
+
+def test_a_full_ring_holds_back_and_then_drops(tmp_path: Path) -> None:
+    host = Host(tmp_path, capture_wait_s=5.0)
+    taken = host.session._ring.take(host.session._ring.capacity_bytes - 4096)
+    assert taken is not None
+    assert not host.session.may_admit()
+    host.now = 4.9
+    assert not host.session.may_admit()
+    host.now = 5.0
+    assert host.session.may_admit()
+    ids = prompt(10, 200)
+    tracked = host.admit("full", ids)
+    receipts = host.forward(("full", ids, 0))
+    assert receipts is not None
+    assert receipts[0] is not None
+    assert (receipts[0]["state"], receipts[0]["reason"]) == ("dropped", "the ring was full")
+    host.session._ring.give_back(taken)
+    assert host.session.may_admit()
+    again = host.admit("again", ids)
+    host.forward(("again", ids, 0))
+    assert_captured(host.close(), ids)
+    assert (tracked.state, again.state) == ("dropped", "captured")
+
+
+def test_a_new_epoch_takes_nothing_half_done_along(host: Host) -> None:
+    old, half, new = prompt(11, 30), prompt(12, 60), prompt(13, 20)
+    kept = [host.admit("old", old), host.admit("half", half)]
+    host.forward(("old", old, 0), ("half", half[:30], 0))
+    host.session.advance_epoch("e1")
+    receipts = host.forward(("half", half[30:], 30))
+    assert receipts is not None
+    assert receipts[0] is not None
+    assert receipts[0]["state"] == "incomplete"
+    assert "weights were updated" in receipts[0]["reason"]
+    kept.append(host.admit("new", new))
+    host.forward(("new", new, 0))
+    host.session.close()
+    epochs = {}
+    for epoch in ("e0", "e1"):
+        reader = hashtap.Reader(host.path, epoch=epoch)
+        epochs[epoch] = [capture.token_ids.tolist() for capture in reader]
+    assert epochs == {"e0": [old], "e1": [new]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda b: {"aux": b.aux[:2]}, "brought 2 auxiliary layers, 3 were asked for"),
+        (lambda b: {"aux": None}, "brought no auxiliary layers"),
+        (lambda b: {"aux": torch.cat(b.aux[:2], dim=1)}, r"packed auxiliary states are \(9, 48\), not \[T, 72\]"),
+        (lambda b: {"aux": [*b.aux[:2], b.aux[2][:3]]}, r"states of layer 2 are \(3, 24\)"),
+        (lambda b: {"final": b.final[:, :16]}, r"states of layer 3 are \(9, 16\)"),
+    ],
+    ids=["layer missing", "none", "packed short", "rows missing", "narrow"],
+)
+def test_a_forward_that_lacks_something_is_an_error(host: Host, spoil: Any, message: str) -> None:
+    ids = prompt(14, 4)
+    tracked = host.admit("t", ids)
+    states = torch.cat([host.states(ids), torch.zeros(5, LAYERS, HIDDEN, dtype=torch.bfloat16)])
+    layers = [states[:, layer].contiguous() for layer in range(LAYERS)]
+    whole = Batch(["t"], [4], [0], torch.tensor(ids), torch.arange(4), layers[:-1], layers[-1])
+    fields = {name: getattr(whole, name) for name in Batch.__slots__}
+    with pytest.raises(ValueError, match=message):
+        host.session.capture(Batch(**(fields | spoil(whole))))
+    assert tracked.rows == 0
+
+
+def test_a_ring_that_cannot_hold_two_forwards(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="holds less than two forwards of 8192 tokens"):
+        Host(tmp_path, capture_ring_gib=0.001, forward_tokens=8192)
+
+
+def test_a_ring_larger_than_memory(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"--capture-ring-gib 4096 .* give a smaller ring"):
+        Host(tmp_path, capture_ring_gib=4096)

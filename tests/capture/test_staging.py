@@ -1,0 +1,199 @@
+"""Order of streams and events, on a device that does its work as late and as badly as the rules allow.
+
+The recording device below runs nothing when it is asked to. Each stream is a queue; work runs only when
+somebody waits, in an order drawn at random among what the recorded events allow.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hashtap.staging import Slot, StagedTransport
+from hashtap_kernels import gather_reference
+from hashtap_kernels.layout import Geometry
+from hashtap_kernels.plan import FramePlan, Piece, plan_frames
+
+GEOMETRY = Geometry(2, 16)
+SEED = (3, 4)
+
+
+class Event:
+    def __init__(self, device: "RecordingDevice") -> None:
+        self.device, self.recorded, self.reached = device, 0, 0
+
+    def record(self, stream: "Stream") -> None:
+        self.recorded += 1
+        number = self.recorded
+        self.device.log.append("record")
+        stream.put(lambda: setattr(self, "reached", max(self.reached, number)))
+
+    def query(self) -> bool:
+        return self.reached >= self.recorded
+
+    def synchronize(self) -> None:
+        self.device.log.append("synchronize")
+        number = self.recorded
+        while self.reached < number:
+            self.device.step()
+
+
+class Stream:
+    def __init__(self, device: "RecordingDevice") -> None:
+        self.device = device
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        device.streams.append(self)
+
+    def put(self, work: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((may_run, work))
+
+    def wait_event(self, event: Event) -> None:
+        number = event.recorded
+        self.put(lambda: None, lambda: event.reached >= number)
+
+
+class RecordingDevice:
+    """Stands in for ``torch.cuda`` and for the kernel's launcher."""
+
+    def __init__(self, choice: random.Random) -> None:
+        self.choice = choice
+        self.streams: list[Stream] = []
+        self.log: list[str] = []
+        self.allocated = 0
+        self.main = self.current = Stream(self)
+        self.table: Any = None
+
+    def Stream(self) -> Stream:  # noqa: N802
+        return Stream(self)
+
+    def Event(self) -> Event:  # noqa: N802
+        self.allocated += 1
+        return Event(self)
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def step(self) -> None:
+        """Run one piece of work that may run, of a stream drawn at random."""
+        able = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
+        assert able, "every stream waits for another: a deadlock"
+        _, work = self.choice.choice(able).queue.popleft()
+        work()
+
+    def set_table(self, table: Any) -> None:
+        self.table = table
+
+    def launch(
+        self, sources: Any, ids: Any, positions: Any, plan: FramePlan, out: Any, *, seed: Any, forward: int
+    ) -> None:
+        self.log.append("launch")
+        table = self.table
+
+        def run() -> None:
+            out[:] = 0xEE  # whoever reads the slot too late sees this
+            gather_reference(
+                sources, ids, positions, plan, out, geometry=GEOMETRY, seed=seed, table=table, forward=forward
+            )
+
+        self.current.put(run)
+
+    def copy(self, target: Any, source: Any) -> None:
+        self.log.append("copy")
+        assert len(target) == len(source)
+        half = len(target) // 2
+        # A slow copy: in two steps, with room for mischief between them.
+        self.current.put(lambda: target[:half].copy_(source[:half]))
+        self.current.put(lambda: target[half:].copy_(source[half:]))
+
+
+def transport(device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 18) -> StagedTransport:
+    slots = [Slot(torch.zeros(stage_bytes, dtype=torch.uint8), Event(device), Event(device)) for _ in range(2)]
+    ring = torch.full((ring_bytes,), 0xA5, dtype=torch.uint8)
+    return StagedTransport(device, slots, ring, SEED, device, device.copy)
+
+
+def forward_of(number: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, FramePlan]:
+    """Sources, ids, positions and plan of one forward of two prompts; different bits in every forward."""
+    bits = np.random.default_rng(number).integers(0, 1 << 16, (2, tokens, 16), dtype=np.uint16)
+    sources = [torch.from_numpy(layer.view(np.int16).copy()).view(torch.bfloat16) for layer in bits]
+    first = tokens // 3
+    pieces = [Piece(0, first, 0, first, 2 * number + 1, b"a" * 16)] if first else []
+    pieces.append(Piece(first, tokens - first, 0, tokens - first, 2 * number + 2, b"b" * 16))
+    return sources, torch.arange(tokens), torch.arange(tokens), plan_frames(pieces, GEOMETRY)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(0, 2**32), st.booleans())
+def test_no_byte_is_read_early_and_no_slot_written_too_soon(sizes: list[int], seed: int, planes: bool) -> None:
+    device = RecordingDevice(random.Random(seed))
+    staged = transport(device, stage_bytes=GEOMETRY.frame_bytes(256) + 64)
+    table = np.full((2, 16), 7, np.uint8) if planes else None
+    offset, flights = 0, []
+    for number, tokens in enumerate(sizes):
+        sources, ids, positions, plan = forward_of(number, tokens)
+        wait = staged.send(sources, ids, positions, plan, offset, table=table, forward=number)
+        flights.append((wait, offset, (sources, ids, positions, plan), number))
+        offset += plan.bytes
+    for wait, at, arguments, number in device.choice.sample(flights, len(flights)):
+        plan = arguments[3]
+        wait()
+        expected = np.zeros(plan.bytes, np.uint8)
+        gather_reference(*arguments, expected, geometry=GEOMETRY, seed=SEED, table=table, forward=number)
+        assert np.array_equal(staged.memory[at : at + plan.bytes], expected)
+    assert (staged.memory[offset:] == 0xA5).all()
+
+
+def test_one_launch_one_copy_no_wait_no_allocation() -> None:
+    device = RecordingDevice(random.Random(1))
+    staged = transport(device, stage_bytes=1 << 16)
+    for number in range(5):
+        sources, ids, positions, plan = forward_of(number, 100)
+        device.log.clear()
+        allocated = device.allocated
+        wait = staged.send(sources, ids, positions, plan, 0, table=None, forward=number)
+        assert device.log == ["launch", "record", "copy", "record", "record"]
+        assert device.allocated - allocated == (number == 0)
+        wait()
+
+
+def test_backpressure_asks_for_the_next_slot() -> None:
+    device = RecordingDevice(random.Random(2))
+    staged = transport(device, stage_bytes=1 << 16)
+    waits = []
+    for number in range(2):
+        assert staged.ready()
+        sources, ids, positions, plan = forward_of(number, 50)
+        waits.append(staged.send(sources, ids, positions, plan, number * plan.bytes, table=None, forward=number))
+    assert not staged.ready()
+    waits[0]()
+    assert staged.ready()
+
+
+def test_a_missing_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device above does catch a copy that does not wait for its kernel."""
+    device = RecordingDevice(random.Random(3))
+    staged = transport(device, stage_bytes=1 << 16)
+    monkeypatch.setattr(staged._side, "wait_event", lambda event: None)
+    wrong = 0
+    for number in range(20):
+        sources, ids, positions, plan = forward_of(number, 90)
+        staged.send(sources, ids, positions, plan, 0, table=None, forward=number)()
+        expected = np.zeros(plan.bytes, np.uint8)
+        gather_reference(
+            sources, ids, positions, plan, expected, geometry=GEOMETRY, seed=SEED, table=None, forward=number
+        )
+        wrong += not np.array_equal(staged.memory[: plan.bytes], expected)
+    assert wrong
