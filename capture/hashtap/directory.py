@@ -1,0 +1,141 @@
+"""A capture directory: sealed shards, open ones, and one small file that gives the directory its uuid.
+
+Many servers may share one. Nothing in it counts anything: the sealed shards are the only truth.
+"""
+
+import json
+import os
+import re
+import socket
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hashtap.errors import FormatError, UsageError
+
+__all__ = ["FORMAT_VERSION", "IDENTITY_FILE", "PARTIAL_SUFFIX", "CaptureDirectory", "shard_name"]
+
+FORMAT_VERSION = 1
+IDENTITY_FILE = "hashtap.json"
+PARTIAL_SUFFIX = ".partial"
+_IDENTITY_LIMIT_BYTES = 65536
+_SHARD_NAME = re.compile(r"hashtap-[A-Za-z0-9._-]+-[0-9]+-r[0-9]+-[0-9a-f]{8}-[0-9]{6,}\.safetensors")
+
+
+def shard_name(rank: int, writer: str, number: int) -> str:
+    """The name of a writer's shard: host, process, rank, run and number, so that two writers never share one.
+
+    Nobody looks a shard up by its name: it may be renamed within the pattern ``hashtap-*.safetensors`` that
+    :meth:`CaptureDirectory.shards` accepts.
+    """
+    host = re.sub(r"[^A-Za-z0-9._]", "_", socket.gethostname()) or "host"
+    return f"hashtap-{host}-{os.getpid()}-r{rank}-{writer[:8]}-{number:06d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureDirectory:
+    """An existing capture directory and its uuid. Made by :meth:`create` or :meth:`open`."""
+
+    path: Path
+    uuid: str
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> "CaptureDirectory":
+        """Open the directory; make it and its identity file where missing. Of two racing makers the first wins.
+
+        Raises:
+            UsageError: when the path is no directory or cannot be written.
+            FormatError: when the identity file is damaged or of a newer format.
+        """
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not (path / IDENTITY_FILE).exists():
+                _write_identity(path)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"{path} is not a directory: name another capture directory") from None
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the capture directory {path}: {error.strerror}. Check its owner, mode and free space"
+            ) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UsageError(f"cannot write the capture directory {path}: permission denied. Check its owner and mode")
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "CaptureDirectory":
+        """Open an existing capture directory.
+
+        Raises:
+            UsageError: when there is no directory, or no identity file in it.
+            FormatError: when the identity file is damaged or of a newer format.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UsageError(f"{path} is not a directory: give the directory that the server captured to")
+        identity = path / IDENTITY_FILE
+        try:
+            with identity.open("rb") as file:
+                text = file.read(_IDENTITY_LIMIT_BYTES)
+        except FileNotFoundError:
+            raise UsageError(
+                f"{path} holds no {IDENTITY_FILE}, so nothing was captured to it: give the server's capture directory"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"cannot read {identity}: {error.strerror}. Check its owner and mode") from error
+        return cls(path, _parse_identity(identity, text))
+
+    def shards(self) -> list[Path]:
+        """The sealed shards, sorted by name. A file that is still being written is never among them."""
+        return sorted(self.path / name for name in self._names() if _SHARD_NAME.fullmatch(name))
+
+    def partials(self) -> list[Path]:
+        """Shards being written, or left behind by writers that were killed; sorted by name. Never read as data."""
+        suffix = PARTIAL_SUFFIX
+        names = (name for name in self._names() if name.endswith(suffix))
+        return sorted(self.path / name for name in names if _SHARD_NAME.fullmatch(name.removesuffix(suffix)))
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except OSError as error:
+            raise UsageError(f"cannot list the capture directory {self.path}: {error.strerror}") from error
+
+
+def _write_identity(path: Path) -> None:
+    """Write the identity file under a name of its own, then link it into place: first one wins."""
+    facts = {
+        "format": FORMAT_VERSION,
+        "uuid": str(uuid.uuid4()),
+        "created": datetime.now(UTC).isoformat("T", "seconds"),
+    }
+    draft = path / f".{IDENTITY_FILE}.{uuid.uuid4().hex}"
+    try:
+        with draft.open("x") as file:
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path / IDENTITY_FILE)
+        except FileExistsError:
+            pass
+        except OSError:
+            # A file system without hard links: rename is atomic too, and the file was missing a moment ago.
+            draft.rename(path / IDENTITY_FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _parse_identity(path: Path, text: bytes) -> str:
+    remedy = "Restore it from a copy, or capture to a fresh directory"
+    try:
+        facts = json.loads(text)
+        version, identity = facts["format"], str(uuid.UUID(facts["uuid"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged ({type(error).__name__}: {error}). {remedy}") from None
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"{path} says format {version!r} and this hashtap reads {FORMAT_VERSION}. Install a hashtap that reads it"
+        )
+    return identity

@@ -1,0 +1,320 @@
+"""A frame as it lies in a shard, and how it is made from the frame that the kernel wrote.
+
+::
+
+    header         128 bytes; the kernel's words as they are, words 11 to 13 filled in here
+    coded section  RAW: the payload; PLANES: the exponent plane; TABLE: the table. As it is, or one zstd frame
+    rest section   PLANES only: the rest plane as it is
+    row sums       [n] uint64
+    token ids      [n] int64
+    padding        zeros, to a multiple of 64 bytes
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hashtap.codec import Codec, compress, decompress
+from hashtap.errors import FormatError
+from hashtap_kernels.layout import (
+    FRAME_ALIGN,
+    FRAME_VERSION,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_FRAME_TOKENS,
+    Dtype,
+    Geometry,
+    Payload,
+)
+from hashtap_kernels.planes import from_planes
+from hashtap_kernels.proof import header_check, table_id
+
+__all__ = [
+    "NUMPY_DTYPE",
+    "Header",
+    "Pieces",
+    "StoredFrame",
+    "Table",
+    "parse_header",
+    "payload_values",
+    "store_frame",
+    "store_table",
+    "stored_bytes_limit",
+]
+
+U8Array = npt.NDArray[np.uint8]
+U64Array = npt.NDArray[np.uint64]
+Pieces = list[memoryview]
+"""The bytes of a stored frame, to be written one behind the other; views wherever they can be."""
+Table = U8Array
+"""Reference exponents, uint8 ``[L, H]``."""
+
+NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
+    Dtype.BF16: np.uint16,
+    Dtype.FP16: np.float16,
+    Dtype.FP32: np.float32,
+    Dtype.FP8_E4M3: np.uint8,
+}
+"""What NumPy holds the elements in; bfloat16 and float8 have no NumPy type, so theirs are the bit patterns."""
+
+_FIELDS = struct.Struct("<QHHBBHIIIIQ16sQQQQIB3xQQQQ")  # HEADER, as one call unpacks it
+assert _FIELDS.size == HEADER.itemsize
+_SUM_WORD = slice(13 * 8, 14 * 8)
+_ZERO_WORD = bytes(8)
+_ROW_TAIL_BYTES = 16  # of each token row: its row sum and its token id
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The 128 bytes at the start of a frame; field by field in ``hashtap_kernels.layout.HEADER``."""
+
+    geometry: Geometry
+    payload: Payload
+    tokens: int
+    first_position: int
+    total_tokens: int
+    serial: int
+    key: bytes
+    proof: tuple[int, int]
+    table: int
+    forward: int
+    coded_bytes: int
+    codec: int
+    stored_bytes: int
+    stored_sum: int
+
+
+def parse_header(frame: U8Array) -> Header:
+    """Parse and check the header at the start of ``frame``.
+
+    Raises:
+        FormatError: when it is too short, no hashtap frame, of another version, fails its self-check or contradicts
+            itself.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise FormatError(f"a frame of {len(frame)} bytes has no room for its header of {HEADER_BYTES}")
+    words = _FIELDS.unpack_from(frame.data)
+    magic, version, header_bytes, dtype, payload, layers, hidden, tokens, first_position, total_tokens = words[:10]
+    serial, key, *proof, table, forward, coded_bytes, codec, stored_bytes, frame_sum, _, self_check = words[10:]
+    if magic != MAGIC:
+        raise FormatError("a frame does not begin with HASHTAP1")
+    if version != FRAME_VERSION or header_bytes != HEADER_BYTES:
+        raise FormatError(f"a frame has version {version}, and this hashtap reads {FRAME_VERSION}")
+    if self_check != header_check(frame[:HEADER_BYTES].view(np.uint64)):
+        raise FormatError("a frame's header fails its self-check")
+    try:
+        header = Header(
+            geometry=Geometry(layers, hidden, Dtype(dtype)),
+            payload=Payload(payload),
+            tokens=tokens,
+            first_position=first_position,
+            total_tokens=total_tokens,
+            serial=serial,
+            key=key,
+            proof=(proof[0], proof[1]),
+            table=table,
+            forward=forward,
+            coded_bytes=coded_bytes,
+            codec=codec,
+            stored_bytes=stored_bytes,
+            stored_sum=frame_sum,
+        )
+    except ValueError as error:
+        raise FormatError(f"a frame's header holds {error}") from None
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    payload, tokens = header.payload, header.tokens
+    if payload is Payload.TABLE:
+        right = tokens == 0 and header.table != 0
+    else:
+        right = 1 <= tokens <= MAX_FRAME_TOKENS and header.first_position + tokens <= header.total_tokens
+        right = right and (header.table != 0) == (payload is Payload.PLANES)
+    if not right or (payload is not Payload.RAW and header.geometry.dtype.element_bytes != 2):
+        raise FormatError(
+            f"a frame's header contradicts itself: {payload.name} of {header.geometry.dtype.name}, {tokens} tokens "
+            f"from {header.first_position} of {header.total_tokens}, table {header.table:016x}"
+        )
+
+
+def payload_values(payload: U8Array, header: Header, table: Table | None) -> U8Array:
+    """The element values of an uncoded payload, as bytes ``[n * L * H * element bytes]``.
+
+    RAW comes back as it is, a view; PLANES are joined, and need their ``table``.
+    """
+    if header.payload is Payload.RAW:
+        return payload
+    assert table is not None
+    shape = (header.tokens, header.geometry.layers, header.geometry.hidden)
+    values = np.empty(shape, np.uint16)
+    exponents, rests = payload.reshape(2, *shape)
+    from_planes(exponents, rests, table, values)
+    return values.reshape(-1).view(np.uint8)
+
+
+def store_frame(
+    frame: U8Array, header: Header, token_ids: npt.NDArray[np.int64], codec: Codec
+) -> tuple[Header, Pieces]:
+    """The stored form of a kernel's frame: its completed header and the pieces to write one behind the other.
+
+    Args:
+        frame: the kernel's frame, uint8, at least header, payload and row sums long. Pieces are views of it.
+        header: its parsed header.
+        token_ids: int64 ``[n]``, the ids of the frame's tokens.
+        codec: what to try; a section that does not shrink is stored as it is.
+    """
+    payload_end = HEADER_BYTES + header.tokens * header.geometry.row_bytes
+    coded_end = payload_end
+    if header.payload is Payload.PLANES:
+        coded_end = HEADER_BYTES + header.tokens * header.geometry.row_bytes // 2
+    sums = frame[payload_end : payload_end + 8 * header.tokens]
+    rest = frame[coded_end:payload_end]
+    ids = np.ascontiguousarray(token_ids, "<i8").view(np.uint8)
+    return _assemble(frame[:HEADER_BYTES], frame[HEADER_BYTES:coded_end], [rest, sums, ids], codec)
+
+
+def store_table(table: Table, geometry: Geometry, codec: Codec) -> tuple[Header, Pieces]:
+    """The stored form of a reference-exponent table: a frame with no tokens. Returns as :func:`store_frame`."""
+    fields = np.zeros(1, HEADER)
+    fields["magic"], fields["version"], fields["header_bytes"] = MAGIC, FRAME_VERSION, HEADER_BYTES
+    fields["dtype"], fields["payload"] = geometry.dtype, Payload.TABLE
+    fields["layers"], fields["hidden"] = geometry.layers, geometry.hidden
+    fields["table"] = table_id(table)
+    fields["self_check"] = header_check(fields.view(np.uint64))
+    return _assemble(fields.view(np.uint8), np.ascontiguousarray(table).reshape(-1), [], codec)
+
+
+def _assemble(head: U8Array, section: U8Array, tail: Sequence[U8Array], codec: Codec) -> tuple[Header, Pieces]:
+    coded = compress(section) if codec is Codec.ZSTD else None
+    body = [section.data if coded is None else memoryview(coded), *(piece.data for piece in tail)]
+    used = HEADER_BYTES + sum(len(piece) for piece in body)
+    body.append(memoryview(bytes(-used % FRAME_ALIGN)))
+    fields = head.copy().view(HEADER)
+    fields["coded_bytes"] = len(body[0])
+    fields["codec"] = Codec.STORED if coded is None else Codec.ZSTD
+    fields["stored_bytes"] = used + len(body[-1])
+    fields["stored_sum"] = 0
+    raw = fields.view(np.uint8)
+    pieces = [raw.data, *body]
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    fields["stored_sum"] = digest.intdigest()
+    return parse_header(raw), pieces
+
+
+def stored_bytes_limit(geometry: Geometry, tokens: int) -> int:
+    """The most bytes that a stored frame of ``tokens`` rows takes; for a table ``tokens`` is 0."""
+    payload = tokens * geometry.row_bytes if tokens else geometry.layers * geometry.hidden
+    used = HEADER_BYTES + payload + tokens * _ROW_TAIL_BYTES
+    return -(-used // FRAME_ALIGN) * FRAME_ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFrame:
+    """A stored frame whose checksum and lengths hold. Its arrays are views of the file's bytes.
+
+    Attributes:
+        header: the parsed header.
+        coded: the coded section, uint8.
+        rest: the rest section, uint8; empty unless PLANES.
+        row_sums: uint64 ``[n]``.
+        token_ids: int64 ``[n]``.
+    """
+
+    header: Header
+    coded: U8Array
+    rest: U8Array
+    row_sums: U64Array
+    token_ids: npt.NDArray[np.int64]
+
+    @classmethod
+    def parse(cls, frame: U8Array) -> "StoredFrame":
+        """Take the stored ``frame``, uint8 of exactly its length, apart.
+
+        Raises:
+            FormatError: when its checksum is wrong, or its lengths contradict each other.
+        """
+        header = parse_header(frame)
+        if header.stored_bytes != len(frame):
+            raise FormatError(f"a frame of {len(frame)} bytes says that it has {header.stored_bytes}")
+        if header.stored_sum != stored_sum(frame):
+            raise FormatError("a stored frame's checksum is wrong: its bytes were changed")
+        n, geometry = header.tokens, header.geometry
+        plain_bytes, rest_bytes = _section_bytes(header)
+        whole = header.coded_bytes == plain_bytes if header.codec == Codec.STORED else header.coded_bytes < plain_bytes
+        used = HEADER_BYTES + header.coded_bytes + rest_bytes + n * _ROW_TAIL_BYTES
+        if header.codec not in (Codec.STORED, Codec.ZSTD) or not whole or used + -used % FRAME_ALIGN != len(frame):
+            raise FormatError(
+                f"a frame of {n} tokens, {geometry.layers} x {geometry.hidden}, codec {header.codec}, "
+                f"coded section {header.coded_bytes} bytes cannot have {len(frame)} bytes"
+            )
+        rest_at = HEADER_BYTES + header.coded_bytes
+        sums_at = rest_at + rest_bytes
+        ids_at = sums_at + 8 * n
+        # The coded section may end at any byte, so what follows it is copied into alignment.
+        return cls(
+            header,
+            frame[HEADER_BYTES:rest_at],
+            frame[rest_at:sums_at],
+            frame[sums_at:ids_at].copy().view("<u8"),
+            frame[ids_at : ids_at + 8 * n].copy().view("<i8"),
+        )
+
+    def plain(self) -> U8Array:
+        """The coded section, decoded.
+
+        Raises:
+            FormatError: when it cannot be decoded, or has another size than it must.
+        """
+        if self.header.codec == Codec.STORED:
+            return self.coded
+        return decompress(self.coded, _section_bytes(self.header)[0])
+
+    def values(self, out: npt.NDArray[np.generic], table: Table | None) -> None:
+        """Write the element values to ``out`` ``[n, L, H]``, of :data:`NUMPY_DTYPE`; PLANES need their ``table``.
+
+        Raises:
+            FormatError: as :meth:`plain`.
+        """
+        plain = self.plain()
+        if self.header.payload is Payload.RAW:
+            out.view(np.uint8).reshape(-1)[:] = plain
+        else:
+            assert table is not None
+            from_planes(plain.reshape(out.shape), self.rest.reshape(out.shape), table, out.view(np.uint16))
+
+    def table(self) -> Table:
+        """The table of a TABLE frame, uint8 ``[L, H]``.
+
+        Raises:
+            FormatError: as :meth:`plain`, and when it is not the table that its id names.
+        """
+        table = self.plain().reshape(self.header.geometry.layers, self.header.geometry.hidden)
+        if table_id(table) != self.header.table:
+            raise FormatError(f"a table frame does not hold the table {self.header.table:016x} that it names")
+        return table
+
+
+def stored_sum(frame: U8Array) -> int:
+    """xxh3_64 of a stored frame with header word 13, where the sum itself stands, taken as zero."""
+    digest = xxhash.xxh3_64(frame[: _SUM_WORD.start].data)
+    digest.update(_ZERO_WORD)
+    digest.update(frame[_SUM_WORD.stop :].data)
+    return digest.intdigest()
+
+
+def _section_bytes(header: Header) -> tuple[int, int]:
+    """Bytes of the coded section once decoded, and of the rest section."""
+    geometry = header.geometry
+    if header.payload is Payload.TABLE:
+        return geometry.layers * geometry.hidden, 0
+    payload = header.tokens * geometry.row_bytes
+    return (payload // 2, payload // 2) if header.payload is Payload.PLANES else (payload, 0)

@@ -1,0 +1,347 @@
+"""Random access to what was captured, by key, token ids or sample id.
+
+Needs NumPy, zstandard and xxhash; torch only when a tensor is asked for. Every frame's checksum is checked whenever its
+bytes are used.
+"""
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hashtap.catalog import Catalog, Entry, Incomplete, Piece
+from hashtap.directory import CaptureDirectory
+from hashtap.errors import FormatError, MismatchError
+from hashtap.frame import NUMPY_DTYPE, StoredFrame, Table
+from hashtap.identity import TokenIds, parse_key, prompt_key
+from hashtap.shard import DTYPE_NAME, Shard, ShardFacts
+from hashtap_kernels.layout import Payload
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Capture", "NotCaptured", "Reader"]
+
+_OPEN_MAPS = 128
+"""Shards mapped at a time; each map holds a file descriptor."""
+
+
+class NotCaptured(KeyError):
+    """No record of the prompt is in the sealed shards."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Reader:
+    """The captures of a directory's sealed shards. Safe to use from several threads, :meth:`refresh` excepted.
+
+    Args:
+        directory: the capture directory.
+        epoch: take only captures of these weights; None takes all.
+        strict: raise at a shard that is damaged; otherwise leave it out and list it in :attr:`bad_shards`.
+
+    Raises:
+        UsageError: when it is no capture directory.
+        FormatError: when ``strict`` and a shard is damaged.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | CaptureDirectory, *, epoch: str | None = None, strict: bool = True
+    ) -> None:
+        self.directory = directory if isinstance(directory, CaptureDirectory) else CaptureDirectory.open(directory)
+        self._catalog = Catalog(self.directory, epoch)
+        self._strict = strict
+        self._maps: OrderedDict[Path, tuple[Shard, npt.NDArray[np.uint8]]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tables: dict[int, Table] = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Pick up newly sealed shards. Returns whether anything changed. Raises as the constructor does."""
+        changed = self._catalog.refresh()
+        if self._strict and self.bad_shards:
+            raise next(iter(self.bad_shards.values()))
+        return changed
+
+    def __len__(self) -> int:
+        """How many captures there are; a prompt captured twice with the same weights counts once."""
+        return len(self._catalog.entries)
+
+    def __iter__(self) -> Iterator["Capture"]:
+        """All captures, by shard name and their order in the shard."""
+        return (Capture(self, entry) for entry in self._catalog.entries)
+
+    def __contains__(self, key: bytes | str) -> bool:
+        return _as_key(key) in self._catalog.keys
+
+    def keys(self) -> set[bytes]:
+        """The keys of all captures."""
+        return self._catalog.keys
+
+    def by_key(self, key: bytes | str, epoch: str | None = None) -> "Capture":
+        """The capture of a key, 16 bytes or 32 hex digits.
+
+        Raises:
+            NotCaptured: when there is none.
+            MismatchError: when there are several, of different weights, and ``epoch`` does not choose one.
+        """
+        epochs = self._catalog.of(_as_key(key))
+        if epoch is None and len(epochs) > 1:
+            raise MismatchError(f"{_hex(key)} was captured with the weights {sorted(epochs)}: choose one with epoch=")
+        entry = epochs.get(epoch) if epoch is not None else next(iter(epochs.values()), None)
+        if entry is None:
+            of_epoch = "" if epoch is None else f" with the weights {epoch}"
+            raise NotCaptured(
+                f"{_hex(key)} was not captured{of_epoch}: it is in none of the {len(self.shards)} sealed shards in "
+                f"{self.directory.path}"
+            )
+        return Capture(self, entry)
+
+    def by_token_ids(self, token_ids: TokenIds, salt: bytes = b"", epoch: str | None = None) -> "Capture":
+        """The capture of a prompt. Raises as :meth:`by_key`."""
+        return self.by_key(prompt_key(token_ids, salt), epoch)
+
+    def by_sample_id(self, sample_id: str) -> "Capture":
+        """The capture of a sample that the manifest names. Needs pyarrow.
+
+        Raises:
+            NotCaptured: when the manifest does not name it, or it was not captured.
+        """
+        from hashtap.manifest import Manifest
+
+        manifest = Manifest.load(self.directory.path)
+        if sample_id not in manifest:
+            raise NotCaptured(f"the manifest in {self.directory.path} names no sample {sample_id!r}")
+        return self.by_key(manifest.key_of(sample_id), manifest.epoch_of(sample_id))
+
+    @property
+    def facts(self) -> ShardFacts:
+        """What all shards have in common: model, weights, layers and geometry are those of each of them.
+
+        Raises:
+            MismatchError: when two shards differ in these.
+            NotCaptured: when there is no shard.
+        """
+        if not self.shards:
+            raise NotCaptured(f"there is no sealed shard in {self.directory.path}")
+        first = self.shards[0]
+        for shard in self.shards[1:]:
+            for name in ("model", "boundaries", "final_norm", "geometry", "epoch"):
+                ours, theirs = getattr(first.facts, name), getattr(shard.facts, name)
+                if ours != theirs:
+                    remedy = "choose one with epoch=" if name == "epoch" else "keep them in different directories"
+                    raise MismatchError(
+                        f"{first.path.name} has {name} {ours!r} and {shard.path.name} {theirs!r}: {remedy}"
+                    )
+        return first.facts
+
+    @property
+    def epochs(self) -> list[str]:
+        """The weights that there are captures of."""
+        return sorted({shard.facts.epoch for shard in self.shards})
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The valid shards, sorted by name."""
+        return self._catalog.shards
+
+    @property
+    def bad_shards(self) -> dict[Path, FormatError]:
+        """The damaged ones."""
+        return self._catalog.bad_shards
+
+    @property
+    def duplicates(self) -> list[Entry]:
+        """Records that repeat an earlier one, key and weights; they are never handed out."""
+        return self._catalog.duplicates
+
+    @property
+    def incomplete(self) -> list[Incomplete]:
+        """Records that frames are missing of; they are never handed out."""
+        return self._catalog.incomplete
+
+    def pieces(self, entry: Entry) -> list[Piece]:
+        """The frames that make up a record, in order."""
+        return self._catalog.pieces(entry)
+
+    def frame(self, shard: Shard, row: int) -> StoredFrame:
+        """Frame ``row`` of a shard's index, checked against its checksum and that row.
+
+        Raises:
+            FormatError: naming shard, place and reason, when it is damaged.
+        """
+        offset, size, _, serial, positions, table, kind, forward = shard.index[row].tolist()
+        try:
+            frame = StoredFrame.parse(self._bytes(shard)[offset : offset + size])
+            header = frame.header
+            if header.geometry != shard.facts.geometry or (serial, positions, table, kind, forward) != (
+                header.serial,
+                header.first_position | header.tokens << 32,
+                header.table,
+                header.payload | header.codec << 8,
+                header.forward,
+            ):
+                raise FormatError("a frame is not the one that the index says")
+        except FormatError as error:
+            raise self.damage(shard, row, error) from None
+        return frame
+
+    def table(self, shard: Shard, identity: int) -> Table:
+        """A reference-exponent table, uint8 ``[L, H]``, that frames of ``shard`` name. Raises as :meth:`frame`."""
+        table = self._tables.get(identity)
+        if table is None:
+            kinds = shard.index[:, 6] & np.uint64(0xFF)
+            row = int(np.flatnonzero((kinds == Payload.TABLE) & (shard.index[:, 5] == np.uint64(identity)))[0])
+            frame = self.frame(shard, row)
+            try:
+                table = self._tables[identity] = frame.table()
+            except FormatError as error:
+                raise self.damage(shard, row, error) from None
+        return table
+
+    def damage(self, shard: Shard, row: int, error: FormatError) -> FormatError:
+        """``error``, said of frame ``row`` of ``shard``."""
+        offset = shard.frames_at + int(shard.index[row, 0])
+        return FormatError(
+            f"{shard.path}, frame {row} at byte {offset}: {error}. Restore the shard from a copy, or move it away and "
+            f"capture its samples again"
+        )
+
+    def _bytes(self, shard: Shard) -> npt.NDArray[np.uint8]:
+        """The shard's ``frames``, mapped."""
+        with self._lock:
+            known = self._maps.get(shard.path)
+            if known is not None and known[0] is shard:
+                self._maps.move_to_end(shard.path)
+                return known[1]
+        try:
+            with shard.path.open("rb") as file:
+                mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"the shard cannot be read any more: {error}") from None
+        frames = mapped[shard.frames_at : shard.frames_at + shard.frames_bytes]
+        with self._lock:
+            self._maps[shard.path] = (shard, frames)
+            if len(self._maps) > _OPEN_MAPS:
+                self._maps.popitem(last=False)
+        return frames
+
+
+class Capture:
+    """One captured prompt. Its arrays are read when they are first asked for, and kept.
+
+    Attributes:
+        key: the prompt's key, 16 bytes.
+        epoch: which weights made it.
+        facts: of the shard that lists it.
+        shard: that shard's path.
+    """
+
+    def __init__(self, reader: Reader, entry: Entry) -> None:
+        self._reader = reader
+        self._entry = entry
+        self.key = entry.key
+        self.epoch = entry.epoch
+        self.facts = entry.shard.facts
+        self.shard = entry.shard.path
+
+    def __repr__(self) -> str:
+        layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
+        return f"<Capture {self.key.hex()}: {self.dtype} [{len(self)}, {layers}, {hidden}]>"
+
+    def __len__(self) -> int:
+        """Tokens of the prompt, T."""
+        return self._entry.total_tokens
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Boundaries of the auxiliary layers, in the order of the layer axis; the final state comes after them."""
+        return self.facts.boundaries
+
+    @property
+    def final_norm(self) -> str:
+        """Whether the final state was taken after ("post") or before ("pre") the final norm."""
+        return self.facts.final_norm
+
+    @property
+    def dtype(self) -> str:
+        """The element type: bfloat16, float16, float32 or float8_e4m3fn."""
+        return DTYPE_NAME[self.facts.geometry.dtype]
+
+    @cached_property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """The prompt's token ids, int64 ``[T]``.
+
+        Raises:
+            FormatError: when frames are damaged.
+        """
+        ids = np.empty(len(self), np.int64)
+        for piece, frame in self._frames():
+            ids[piece.start : piece.stop] = frame.token_ids[: piece.stop - piece.start]
+        return ids
+
+    @cached_property
+    def hidden_states(self) -> npt.NDArray[Any]:
+        """The states ``[T, L, H]``: position, layer (the boundaries, then the final state), channel.
+
+        NumPy has no bfloat16 and no float8: those are bit patterns, uint16 and uint8. See :attr:`dtype`.
+
+        Raises:
+            FormatError: when frames are damaged.
+        """
+        geometry = self.facts.geometry
+        states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
+        self.read_into(states)
+        return states
+
+    def read_into(self, out: npt.NDArray[Any]) -> None:
+        """Write :attr:`hidden_states` to ``out``, of their shape and dtype; nothing is kept. Raises as they do."""
+        for piece, frame in self._frames():
+            table = self._reader.table(piece.shard, frame.header.table) if frame.header.table else None
+            rows = piece.stop - piece.start
+            try:
+                if rows == frame.header.tokens:
+                    frame.values(out[piece.start : piece.stop], table)
+                else:
+                    whole = np.empty((frame.header.tokens, *out.shape[1:]), out.dtype)
+                    frame.values(whole, table)
+                    out[piece.start : piece.stop] = whole[:rows]
+            except FormatError as error:
+                raise self._reader.damage(piece.shard, piece.row, error) from None
+
+    def tensor(self, device: str = "cpu") -> "torch.Tensor":
+        """The states as a torch tensor ``[T, L, H]`` of their own dtype. Needs torch."""
+        import torch
+
+        bits = {1: np.uint8, 2: np.int16, 4: np.int32}[self.facts.geometry.dtype.element_bytes]
+        return torch.from_numpy(self.hidden_states.view(bits)).view(getattr(torch, self.dtype)).to(device)
+
+    def _frames(self) -> Iterator[tuple[Piece, StoredFrame]]:
+        for piece in self._reader.pieces(self._entry):
+            frame = self._reader.frame(piece.shard, piece.row)
+            owner = frame.header.key == self.key and frame.header.total_tokens == len(self)
+            if not owner and piece.start >= self._entry.shared_tokens:
+                error = FormatError(f"a frame of {frame.header.key.hex()} lies where {self.key.hex()} belongs")
+                raise self._reader.damage(piece.shard, piece.row, error)
+            yield piece, frame
+
+
+def _as_key(key: bytes | str) -> bytes:
+    if isinstance(key, bytes):
+        return key
+    parsed = parse_key(key)
+    if parsed is None:
+        raise NotCaptured(f"{key!r} is no key: a key is 32 hex digits")
+    return parsed
+
+
+def _hex(key: bytes | str) -> str:
+    return key if isinstance(key, str) else key.hex()

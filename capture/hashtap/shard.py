@@ -1,0 +1,360 @@
+"""A shard: one safetensors file of stored frames, their index and the records that they complete.
+
+::
+
+    8 bytes    header length, u64 little endian
+    header     JSON, padded with spaces to the size that was reserved for it
+    frames     U8  [bytes]   stored frames, one behind the other
+    index      U64 [F, 8]    one row a frame
+    records    U64 [R, 12]   one row a record completed in this shard
+    trailer    U64 [2]       xxh3_128 of everything but frames and trailer
+
+Here are its facts, its header, and the checks that a file must pass before anything in it is used.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hashtap.codec import Codec
+from hashtap.directory import FORMAT_VERSION
+from hashtap.errors import FormatError, UsageError
+from hashtap.frame import stored_bytes_limit
+from hashtap_kernels.layout import FRAME_ALIGN, HEADER_BYTES, MAX_FRAME_TOKENS, Dtype, Geometry, Payload
+
+__all__ = [
+    "HEADER_LIMIT_BYTES",
+    "INDEX_COLUMNS",
+    "MAX_FRAMES",
+    "RECORD_COLUMNS",
+    "Shard",
+    "ShardFacts",
+    "encode_header",
+    "read_shard",
+    "reserved_bytes",
+    "trailer_words",
+]
+
+U64Array = npt.NDArray[np.uint64]
+
+INDEX_COLUMNS = ("offset", "stored_bytes", "stored_sum", "serial", "positions", "table", "kind", "forward")
+RECORD_COLUMNS = (
+    *("key0", "key1", "serial", "total_tokens", "proof0", "proof1"),
+    *("shared_tokens", "donor_key0", "donor_key1", "reserved0", "reserved1", "reserved2"),
+)
+HEADER_LIMIT_BYTES = 1 << 20
+"""The longest header; safetensors itself stops at 100 MB."""
+MAX_FRAMES = 1 << 20
+"""The most frames, and records, of a shard: what bounds a reader's memory."""
+
+DTYPE_NAME = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16", Dtype.FP32: "float32", Dtype.FP8_E4M3: "float8_e4m3fn"}
+_DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAME.items()}
+_LAYOUT = "token,layer,hidden"
+_HEADER_STEP_BYTES = 4096
+_OFFSET_SPACE = 10**15  # as long as any offset gets, to reserve space by
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """What holds for every frame of a shard. It stands in the file's ``__metadata__``.
+
+    Attributes:
+        model: the model's name, as the server calls it.
+        epoch: which weights.
+        boundaries: the auxiliary layers, as boundaries, in the order of the layer axis; the final state comes last.
+        final_norm: whether the final state was taken after ("post") or before ("pre") the final norm.
+        geometry: L (the final state included), H and element type.
+        seed: of the proofs.
+        directory_uuid: the capture directory that it was written to.
+        writer: uuid hex of the writing run.
+        rank: the writer's rank.
+        versions: of hashtap, sglang, torch.
+        server_flags: what the server was started with.
+    """
+
+    model: str
+    epoch: str
+    boundaries: tuple[int, ...]
+    final_norm: Literal["post", "pre"]
+    geometry: Geometry
+    seed: tuple[int, int]
+    directory_uuid: str
+    writer: str
+    rank: int
+    versions: Mapping[str, str]
+    server_flags: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if len(self.boundaries) + 1 != self.geometry.layers:
+            raise ValueError(f"boundaries {self.boundaries} and the final state are not {self.geometry.layers} layers")
+        if self.final_norm not in ("post", "pre"):
+            raise ValueError(f"final_norm is {self.final_norm!r}, not 'post' or 'pre'")
+
+    def layer_name(self, layer: int) -> str:
+        """What layer ``layer`` of the layer axis is: ``"boundary 15"`` or ``"final (post-norm)"``."""
+        if layer < len(self.boundaries):
+            return f"boundary {self.boundaries[layer]}"
+        return f"final ({self.final_norm}-norm)"
+
+    def to_metadata(self) -> dict[str, str]:
+        """The facts as safetensors metadata, strings only."""
+        values: dict[str, Any] = {
+            "format": FORMAT_VERSION,
+            "layout": _LAYOUT,
+            "model": self.model,
+            "epoch": self.epoch,
+            "boundaries": list(self.boundaries),
+            "final_norm": self.final_norm,
+            "layers": self.geometry.layers,
+            "hidden": self.geometry.hidden,
+            "dtype": DTYPE_NAME[self.geometry.dtype],
+            "seed": f"{self.seed[0]:016x}{self.seed[1]:016x}",
+            "directory": self.directory_uuid,
+            "writer": self.writer,
+            "rank": self.rank,
+            "versions": dict(self.versions),
+            "server_flags": dict(self.server_flags),
+        }
+        return {
+            f"hashtap.{name}": value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> "ShardFacts":
+        """The facts that :meth:`to_metadata` wrote.
+
+        Raises:
+            FormatError: when they are not hashtap's, of another format version, or damaged.
+        """
+        if "hashtap.format" not in metadata:
+            raise FormatError("it is a safetensors file, but not hashtap's")
+        if metadata["hashtap.format"] != str(FORMAT_VERSION):
+            raise FormatError(
+                f"it is written in format {metadata['hashtap.format']!r} and this hashtap reads {FORMAT_VERSION}"
+            )
+        try:
+            text = {name.removeprefix("hashtap."): value for name, value in metadata.items()}
+            if text["layout"] != _LAYOUT:
+                raise ValueError(f"layout {text['layout']!r}")
+            final_norm = text["final_norm"]
+            if final_norm != "post" and final_norm != "pre":
+                raise ValueError(f"final_norm {final_norm!r}")
+            seed = bytes.fromhex(text["seed"])
+            if len(seed) != 16:
+                raise ValueError(f"seed {text['seed']!r}")
+            return cls(
+                model=text["model"],
+                epoch=text["epoch"],
+                boundaries=tuple(int(boundary) for boundary in json.loads(text["boundaries"])),
+                final_norm="post" if final_norm == "post" else "pre",
+                geometry=Geometry(int(text["layers"]), int(text["hidden"]), _DTYPE_OF[text["dtype"]]),
+                seed=(int.from_bytes(seed[:8], "big"), int.from_bytes(seed[8:], "big")),
+                directory_uuid=text["directory"],
+                writer=text["writer"],
+                rank=int(text["rank"]),
+                versions=dict(json.loads(text["versions"])),
+                server_flags=dict(json.loads(text["server_flags"])),
+            )
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"its facts are damaged ({type(error).__name__}: {error})") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A sealed shard whose header, index and records were read and checked; its frames were not touched.
+
+    Attributes:
+        path: the file.
+        facts: its metadata.
+        frames_at: where ``frames`` begins in the file.
+        frames_bytes: how long it is.
+        index: uint64 ``[F, 8]``, see FORMAT.md.
+        records: uint64 ``[R, 12]``, see FORMAT.md.
+    """
+
+    path: Path
+    facts: ShardFacts
+    frames_at: int
+    frames_bytes: int
+    index: U64Array
+    records: U64Array
+
+
+def encode_header(facts: ShardFacts, frames_bytes: int, frames: int, records: int) -> bytes:
+    """The JSON header of a shard, not padded."""
+    sizes = {
+        "frames": ("U8", [frames_bytes], frames_bytes),
+        "index": ("U64", [frames, len(INDEX_COLUMNS)], frames * len(INDEX_COLUMNS) * 8),
+        "records": ("U64", [records, len(RECORD_COLUMNS)], records * len(RECORD_COLUMNS) * 8),
+        "trailer": ("U64", [2], 16),
+    }
+    header: dict[str, Any] = {"__metadata__": facts.to_metadata()}
+    begin = 0
+    for name, (dtype, shape, size) in sizes.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + size]}
+        begin += size
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def reserved_bytes(facts: ShardFacts) -> int:
+    """Bytes to reserve for the header, its length field included: a multiple of 4,096.
+
+    Raises:
+        UsageError: when the facts are too long for a header.
+    """
+    longest = 8 + len(encode_header(facts, _OFFSET_SPACE, MAX_FRAMES, MAX_FRAMES))
+    if longest > HEADER_LIMIT_BYTES:
+        raise UsageError(f"a shard's facts take {longest} bytes, over {HEADER_LIMIT_BYTES}: shorten the server flags")
+    return -(-longest // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
+
+
+def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:
+    """The trailer, 16 bytes: xxh3_128 of the padded header with its length field, the index and the records."""
+    digest = xxhash.xxh3_128(header)
+    digest.update(index)
+    digest.update(records)
+    value: int = digest.intdigest()
+    return value.to_bytes(16, "little")
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check everything of a sealed shard but its frames.
+
+    Raises:
+        FormatError: naming file, reason and remedy, when it is not a whole, valid shard. Nothing is allocated that
+            the file's own size does not bound.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                raise FormatError("it is not a regular file")
+            return _parse(path, descriptor, state.st_size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = "it is a symbolic link" if path.is_symlink() else f"it cannot be read: {error.strerror}"
+    except FormatError as error:
+        reason = str(error)
+    raise FormatError(
+        f"{path} is no valid shard: {reason}. Restore it from a copy, or move it away and capture its samples again"
+    )
+
+
+def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
+    head = _read(descriptor, 0, min(8, file_bytes))
+    if len(head) < 8:
+        raise FormatError(f"it is cut off at {file_bytes} bytes")
+    header_bytes = int.from_bytes(head, "little")
+    if header_bytes == 0:
+        raise FormatError("its header was never written: its writer did not finish")
+    if header_bytes > HEADER_LIMIT_BYTES:
+        raise FormatError(f"its header claims {header_bytes} bytes, over the limit of {HEADER_LIMIT_BYTES}")
+    if 8 + header_bytes > file_bytes:
+        raise FormatError(f"it is cut off at {file_bytes} bytes, inside its header")
+    text = _read(descriptor, 8, header_bytes)
+    facts, ends, frames, records = _parse_header(text)
+    frames_at = 8 + header_bytes
+    frames_bytes, index_end, records_end, trailer_end = ends
+    if frames_at + trailer_end != file_bytes:
+        raise FormatError(f"it has {file_bytes} bytes where its header describes {frames_at + trailer_end}")
+    if frames * HEADER_BYTES > frames_bytes or not 0 < frames <= MAX_FRAMES or records > frames:
+        raise FormatError(f"it claims {frames} frames and {records} records in {frames_bytes} bytes of frames")
+    index = _read(descriptor, frames_at + frames_bytes, index_end - frames_bytes)
+    rows = _read(descriptor, frames_at + index_end, records_end - index_end)
+    if _read(descriptor, frames_at + records_end, 16) != trailer_words(head + text, index, rows):
+        raise FormatError("its trailer is wrong: header, index or records were changed")
+    shard = Shard(
+        path=path,
+        facts=facts,
+        frames_at=frames_at,
+        frames_bytes=frames_bytes,
+        index=np.frombuffer(index, "<u8").reshape(frames, len(INDEX_COLUMNS)),
+        records=np.frombuffer(rows, "<u8").reshape(records, len(RECORD_COLUMNS)),
+    )
+    _check_index(shard)
+    _check_records(shard)
+    return shard
+
+
+def _read(descriptor: int, offset: int, size: int) -> bytes:
+    pieces = []
+    while size and (piece := os.pread(descriptor, size, offset)):
+        pieces.append(piece)
+        offset, size = offset + len(piece), size - len(piece)
+    if size:
+        raise FormatError("it was cut off while it was read")
+    return b"".join(pieces)
+
+
+def _parse_header(text: bytes) -> tuple[ShardFacts, tuple[int, int, int, int], int, int]:
+    """Facts, the end of each tensor, and the numbers of frames and records."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"its header is no JSON ({type(error).__name__})") from None
+    if not isinstance(header, dict):
+        raise FormatError("its header is no JSON object")
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError("it is a safetensors file, but not hashtap's")
+    facts = ShardFacts.from_metadata(metadata)
+    try:
+        frames, records = header["index"]["shape"][0], header["records"]["shape"][0]
+        frames_bytes = header["frames"]["shape"][0]
+        # bool is an int to Python, and json has floats: only plain counts go on.
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in (frames_bytes, frames, records)):
+            raise FormatError("its header holds a shape that is no count")
+        # What the header must say, given these three counts: nothing else is accepted.
+        expected = json.loads(encode_header(facts, frames_bytes, frames, records))
+    except (KeyError, TypeError, IndexError):
+        raise FormatError("its header describes other tensors than a shard has") from None
+    tensors = ("frames", "index", "records", "trailer")
+    if set(header) != set(expected) or any(header[name] != expected[name] for name in tensors):
+        raise FormatError("its header describes other tensors than a shard has")
+    ends = [int(expected[name]["data_offsets"][1]) for name in tensors]
+    return facts, (ends[0], ends[1], ends[2], ends[3]), frames, records
+
+
+def _check_index(shard: Shard) -> None:
+    """The frames must tile ``frames``, and be of known kinds and possible sizes: then every offset is safe to use."""
+    offset, stored_bytes, _, _, positions, table, kind, _ = shard.index.T
+    geometry = shard.facts.geometry
+    payload, codec = kind & np.uint64(0xFF), kind >> np.uint64(8)
+    tokens, first = positions >> np.uint64(32), positions & np.uint64(0xFFFFFFFF)
+    is_table = payload == Payload.TABLE
+    limit = np.uint64(stored_bytes_limit(geometry, MAX_FRAME_TOKENS))
+    if (stored_bytes % FRAME_ALIGN).any() or (stored_bytes < HEADER_BYTES).any() or (stored_bytes > limit).any():
+        raise FormatError("its index holds a frame of impossible size")
+    ends = np.cumsum(stored_bytes)
+    if (offset != ends - stored_bytes).any() or ends[-1] != shard.frames_bytes:
+        raise FormatError("its index does not cover its frames one behind the other")
+    if (payload > max(Payload)).any() or (codec > max(Codec)).any():
+        raise FormatError("its index holds a frame of unknown kind")
+    if (tokens[is_table] != 0).any() or (tokens[~is_table] == 0).any() or (tokens > MAX_FRAME_TOKENS).any():
+        raise FormatError("its index holds a frame with an impossible number of tokens")
+    if (first + tokens > np.uint64(0xFFFFFFFF)).any():
+        raise FormatError("its index holds a frame past the last position that there can be")
+    if ((table != 0) != (payload != Payload.RAW)).any():
+        raise FormatError("its index holds a frame that lacks its table")
+    missing = np.setdiff1d(table[payload == Payload.PLANES], table[is_table])
+    if len(missing):
+        raise FormatError(f"its frames name the table {int(missing[0]):016x}, which it does not hold")
+
+
+def _check_records(shard: Shard) -> None:
+    total, shared = shard.records[:, 3], shard.records[:, 6]
+    if (total == 0).any() or (total > np.uint64(0xFFFFFFFF)).any() or (shared > total).any():
+        raise FormatError("its records hold an impossible number of tokens")
+    if shard.records[:, 9:].any():
+        raise FormatError("its records use a column that this format reserves")

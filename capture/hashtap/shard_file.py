@@ -1,0 +1,153 @@
+"""The one shard that a writer has open: it is appended to, then sealed or discarded.
+
+Until it is sealed its name ends in ``.partial`` and its header is zeros, so that nothing takes it for data. Not thread
+safe: the writer holds its lock around every call but :meth:`ShardFile.seal`.
+"""
+
+import errno
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
+from hashtap.frame import Header, Pieces
+from hashtap.shard import RECORD_COLUMNS, ShardFacts, encode_header, reserved_bytes, trailer_words
+
+__all__ = ["ShardFile"]
+
+
+class ShardFile:
+    """A shard being written, ``<name>.safetensors.partial``.
+
+    Args:
+        directory: where it goes.
+        facts: what its header will say.
+        number: its number in the writing run; part of its name.
+
+    Raises:
+        OSError: when it cannot be made; nothing is left behind then.
+
+    Attributes:
+        path: the name that it will be sealed under.
+        frames: how many so far, tables included.
+        frames_bytes: their bytes.
+        rows: token rows so far.
+        tables: ids of the tables that it holds.
+        serials: the passes that it holds frames of.
+        appended_at: ``time.monotonic`` of the last frame.
+    """
+
+    def __init__(self, directory: CaptureDirectory, facts: ShardFacts, number: int) -> None:
+        self.path = directory.path / shard_name(facts.rank, facts.writer, number)
+        self.number = number
+        self.facts = facts
+        self.frames = 0
+        self.frames_bytes = 0
+        self.rows = 0
+        self.tables: set[int] = set()
+        self.serials: set[int] = set()
+        self.opened_at = self.appended_at = time.monotonic()
+        self._torn = False
+        self._index = array("Q")
+        self._reserved_bytes = reserved_bytes(facts)
+        self._partial = Path(f"{self.path}{PARTIAL_SUFFIX}")
+        self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _write(self._descriptor, [memoryview(bytes(self._reserved_bytes))])
+        except OSError:
+            self.discard()
+            raise
+
+    @property
+    def raw_bytes(self) -> int:
+        """What the rows so far take uncompressed."""
+        return self.rows * self.facts.geometry.row_bytes
+
+    def append(self, header: Header, pieces: Pieces) -> None:
+        """Write one stored frame behind the last one.
+
+        Raises:
+            OSError: when it could not be written; the shard is cut back to the frames before it.
+        """
+        try:
+            _write(self._descriptor, pieces)
+        except OSError:
+            self._torn = True
+            end = self._reserved_bytes + self.frames_bytes
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+            self._torn = False
+            raise
+        positions = header.first_position | header.tokens << 32
+        kind = header.payload | header.codec << 8
+        self._index.extend((self.frames_bytes, header.stored_bytes, header.stored_sum, header.serial))
+        self._index.extend((positions, header.table, kind, header.forward))
+        self.frames += 1
+        self.frames_bytes += header.stored_bytes
+        self.rows += header.tokens
+        if header.tokens:
+            self.serials.add(header.serial)
+        else:
+            self.tables.add(header.table)
+        self.appended_at = time.monotonic()
+
+    def seal(self, records: Sequence[tuple[int, ...]]) -> int:
+        """Write index, records, trailer and header, sync, and give the file its name. Returns the file's bytes.
+
+        Args:
+            records: one tuple a record, in the order of ``RECORD_COLUMNS``.
+
+        Raises:
+            OSError: when a step failed; nothing was sealed, and the partial file is still there.
+        """
+        if self._torn:
+            raise OSError(errno.EIO, "a frame was written in part and could not be cut off again")
+        index = np.array(self._index, "<u8").tobytes()
+        rows = np.array(records, "<u8").reshape(-1, len(RECORD_COLUMNS)).tobytes()
+        text = encode_header(self.facts, self.frames_bytes, self.frames, len(records))
+        padded_bytes = self._reserved_bytes - 8
+        header = padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
+        tail = index + rows + trailer_words(header, index, rows)
+        _write(self._descriptor, [memoryview(tail)])
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        _write(self._descriptor, [memoryview(header)])
+        os.fsync(self._descriptor)
+        self._partial.rename(self.path)
+        try:
+            _sync_directory(self.path.parent)
+        except OSError:
+            self.path.rename(self._partial)
+            raise
+        os.close(self._descriptor)
+        return self._reserved_bytes + self.frames_bytes + len(tail)
+
+    def discard(self) -> None:
+        """Close and remove the partial file; a failure to remove it is left at that."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+
+def _write(descriptor: int, pieces: Pieces) -> None:
+    """Write all of ``pieces``, however little a call takes."""
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

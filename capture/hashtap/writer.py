@@ -1,0 +1,412 @@
+"""Turns the frames of forwards into sealed shards, on threads of its own.
+
+A flight (the frames of one forward) is waited for, then its frames are checked and compressed in parallel and appended
+under one lock. A record is complete when its frames cover its prompt; it is listed in the shard that its last frame
+went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hashtap.codec import Codec
+from hashtap.directory import CaptureDirectory
+from hashtap.errors import FormatError
+from hashtap.flight import Flight, Record
+from hashtap.frame import Header, Pieces, Table, parse_header, payload_values, store_frame, store_table
+from hashtap.shard import MAX_FRAMES, ShardFacts
+from hashtap.shard_file import ShardFile
+from hashtap_kernels.layout import HEADER_BYTES, Payload
+from hashtap_kernels.proof import prompt_proof, row_sums
+
+__all__ = ["Flight", "Record", "Writer"]
+
+log = logging.getLogger("hashtap")
+
+_COUNTS = (
+    *("records", "duplicates", "rows", "raw_bytes", "stored_bytes", "shards"),
+    *("failed_proofs", "bad_frames", "waste_bytes", "write_errors"),
+)
+
+U8Array = npt.NDArray[np.uint8]
+
+
+class _OtherTokens(FormatError):
+    """The forward consumed other tokens than the record's own."""
+
+
+@dataclass(slots=True)
+class _Landed:
+    """A flight whose bytes are there."""
+
+    flight: Flight
+    number: int
+    frames_left: int
+
+
+class Writer:
+    """Writes the shards of one rank. Every method may be called from any thread.
+
+    Args:
+        directory: where the shards go.
+        facts: what they say about themselves.
+        threads: how many compress and write.
+        codec: ``"zstd"`` or ``"none"``.
+        shard_bytes: a shard is sealed when its frames reach this size.
+        seal_after_s: … or when so long no row was added.
+        observe: is given the values uint16 ``[n, L, H]`` of each RAW frame of a two-byte type, to make a table from.
+        tables: gives the reference-exponent table of an id; KeyError when there is none.
+    """
+
+    def __init__(
+        self,
+        directory: CaptureDirectory,
+        facts: ShardFacts,
+        *,
+        threads: int,
+        codec: Literal["zstd", "none"],
+        shard_bytes: int,
+        seal_after_s: float,
+        observe: Callable[[npt.NDArray[np.uint16]], None] | None = None,
+        tables: Callable[[int], Table],
+    ) -> None:
+        self._directory = directory
+        self._facts = facts
+        self._codec = Codec.ZSTD if codec == "zstd" else Codec.STORED
+        self._shard_bytes = shard_bytes
+        self._seal_after_s = seal_after_s
+        self._observe = observe
+        self._tables = tables
+        self._pid = os.getpid()
+
+        self._changed = threading.Condition()  # guards all that follows
+        self._flights: deque[tuple[int, Flight]] = deque()
+        self._frames: deque[tuple[_Landed, int, int, Record]] = deque()
+        self._outstanding: set[int] = set()  # numbers of the flights that are not released yet
+        self._submitted = 0
+        self._open: dict[int, Record] = {}  # records with frames stored but not all
+        self._keys: set[bytes] = set()  # of the records listed in this epoch
+        self._shard: ShardFile | None = None
+        self._listed: dict[int, list[Record]] = {}  # by shard number, until it is sealed
+        self._shards_opened = 0
+        self._shards_ended = 0
+        self._disk_fails = False
+        self._closing = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        # A finalizer may call abandon() in the middle of anything: it only appends here, which takes no lock.
+        self._abandoned_news: deque[int] = deque()
+        self._abandoned: deque[tuple[int, int]] = deque()  # (flights submitted before, serial)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hashtap-writer-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Unlike atexit this also runs at the end of a process that multiprocessing started.
+        self._at_exit = Finalize(None, self.close, exitpriority=10)
+
+    def submit(self, flight: Flight) -> None:
+        """Hand over a flight. Never blocks, never raises; a closed writer releases it unwritten."""
+        with self._changed:
+            if not self._closing:
+                self._submitted += 1
+                self._outstanding.add(self._submitted)
+                self._flights.append((self._submitted, flight))
+                self._changed.notify_all()
+                return
+        log.error("a forward was captured after the writer was closed: it is not stored")
+        flight.release()
+
+    def abandon(self, serial: int) -> None:
+        """The pass will bring no more frames and no record: forget it. Safe in a finalizer."""
+        self._abandoned_news.append(serial)
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is written and sealed."""
+        with self._changed:
+            while self._outstanding:
+                self._changed.wait()
+            shard = self._detach()
+        if shard is not None:
+            self._end(shard)
+        with self._changed:
+            while self._shards_ended < self._shards_opened - (self._shard is not None):
+                self._changed.wait()
+
+    def set_facts(self, facts: ShardFacts) -> None:
+        """Say something else in the shards from here on. Call it after :meth:`drain`; records cannot cross it."""
+        with self._changed:
+            if facts.epoch != self._facts.epoch:
+                self._keys.clear()
+            for record in list(self._open.values()):
+                self._fail(record)
+            self._facts = facts
+
+    def close(self) -> None:
+        """Write and seal all that was submitted, then stop. Later calls do nothing, nor does one in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._at_exit.cancel()
+        self.drain()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start, and ``queue``: the forwards that are not written yet.
+
+        ``records`` are sealed ones; ``rows``, ``raw_bytes`` and ``stored_bytes`` are of the frames written,
+        ``waste_bytes`` of those among them that belong to no record.
+        """
+        with self._changed:
+            return {**self._counts, "queue": len(self._outstanding)}
+
+    # The loop of a thread.
+
+    def _run(self) -> None:
+        while (work := self._next_work()) is not None:
+            work()
+
+    def _next_work(self) -> Callable[[], None] | None:
+        """What to do next, waiting for it; None at the end."""
+        with self._changed:
+            while True:
+                self._take_abandoned()
+                if self._frames:
+                    return partial(self._store, *self._frames.popleft())
+                if self._flights:
+                    return partial(self._land, *self._flights.popleft())
+                if self._closing:
+                    return None
+                left_s = None
+                if self._shard is not None and not self._outstanding:
+                    left_s = self._shard.appended_at + self._seal_after_s - time.monotonic()
+                    if left_s <= 0:
+                        shard, self._shard = self._shard, None
+                        return partial(self._end, shard)
+                self._changed.wait(left_s)
+
+    def _land(self, number: int, flight: Flight) -> None:
+        """Wait for a flight's bytes, then offer its frames to all threads."""
+        frames: list[tuple[int, int, Record]] = []
+        try:
+            frames += flight.frames
+            flight.wait()
+        except Exception:
+            log.exception("the frames of a forward did not arrive: its %d frames are not stored", len(frames))
+            with self._changed:
+                self._counts["bad_frames"] += len(frames)
+                for _, _, record in frames:
+                    self._fail(record)
+            frames = []
+        landed = _Landed(flight, number, len(frames))
+        if not frames:
+            self._release(landed)
+            return
+        with self._changed:
+            self._frames.extend((landed, offset, size, record) for offset, size, record in frames)
+            self._changed.notify_all()
+
+    def _store(self, landed: _Landed, offset: int, size: int, record: Record) -> None:
+        """Check, compress and append one frame."""
+        full: ShardFile | None = None
+        try:
+            if not record.failed:
+                frame = landed.flight.buffer[offset : offset + size]
+                header = self._checked(frame, record)
+                ids = record.token_ids[header.first_position : header.first_position + header.tokens]
+                stored, pieces = store_frame(frame, header, ids, self._codec)
+                with self._changed:
+                    full = self._append(record, stored, pieces)
+        except _OtherTokens as error:
+            self._refuse(record, "failed_proofs", str(error))
+        except FormatError as error:
+            self._refuse(record, "bad_frames", str(error))
+        except Exception as error:
+            log.exception("a frame could not be stored")
+            self._refuse(record, "bad_frames", repr(error))
+        with self._changed:
+            landed.frames_left -= 1
+            last = landed.frames_left == 0
+        if last:
+            self._release(landed)
+        if full is not None:
+            self._end(full)
+
+    def _release(self, landed: _Landed) -> None:
+        try:
+            landed.flight.release()
+        except Exception:
+            log.exception("the memory of a forward could not be given back")
+        with self._changed:
+            self._outstanding.discard(landed.number)
+            self._changed.notify_all()
+
+    # Frames.
+
+    def _checked(self, frame: U8Array, record: Record) -> Header:
+        """The header of a kernel's frame that is what ``record`` expects; FormatError when it is not."""
+        header = parse_header(frame)
+        geometry, first, tokens = self._facts.geometry, header.first_position, header.tokens
+        if header.payload is Payload.TABLE or header.geometry != geometry or len(frame) != geometry.frame_bytes(tokens):
+            raise FormatError(f"a frame of {len(frame)} bytes and {header.geometry} came where {geometry} is captured")
+        expected = (record.serial, record.key, len(record.token_ids))
+        if (header.serial, header.key, header.total_tokens) != expected:
+            raise FormatError(
+                f"pass {header.serial}, key {header.key.hex()}, {header.total_tokens} tokens came instead"
+            )
+        payload_end = HEADER_BYTES + tokens * geometry.row_bytes
+        table = self._table(header.table) if header.payload is Payload.PLANES else None
+        values = payload_values(frame[HEADER_BYTES:payload_end], header, table)
+        sums = row_sums(values.view(np.uint64).reshape(tokens, geometry.layers, -1), np.arange(first, first + tokens))
+        wrong = np.flatnonzero(sums != frame[payload_end : payload_end + 8 * tokens].view(np.uint64))
+        if len(wrong):
+            raise FormatError(f"{len(wrong)} of {tokens} rows from position {first + wrong[0]} on fail their checksum")
+        if header.proof != prompt_proof(record.token_ids[first : first + tokens], first, self._facts.seed):
+            raise _OtherTokens(
+                f"the forward consumed other tokens than its own in the {tokens} from position {first} on"
+            )
+        if self._observe is not None and header.payload is Payload.RAW and geometry.dtype.element_bytes == 2:
+            self._observe(values.view(np.uint16).reshape(tokens, geometry.layers, geometry.hidden))
+        return header
+
+    def _table(self, identity: int) -> Table:
+        try:
+            return self._tables(identity)
+        except KeyError:
+            raise FormatError(f"a frame names the table {identity:016x}, which nobody made") from None
+
+    def _refuse(self, record: Record, count: str, reason: str) -> None:
+        with self._changed:
+            if not record.failed or count != "failed_proofs":
+                self._counts[count] += 1
+            self._fail(record)
+        log.error("the prompt %s is not stored: %s", record.key.hex(), reason)
+
+    def _append(self, record: Record, header: Header, pieces: Pieces) -> ShardFile | None:
+        """Append a stored frame; returns the shard when it has to be sealed now. Holds the lock."""
+        if record.failed:
+            return None
+        try:
+            shard = self._shard or self._open_shard()
+            if header.table and header.table not in shard.tables:
+                table, table_pieces = store_table(self._table(header.table), header.geometry, self._codec)
+                shard.append(table, table_pieces)
+                self._counts["stored_bytes"] += table.stored_bytes
+            shard.append(header, pieces)
+        except OSError as error:
+            self._disk_failed(f"cannot write to {self._directory.path}", error)
+            self._fail(record)
+            return self._detach()
+        self._disk_fails = False
+        self._counts["rows"] += header.tokens
+        self._counts["raw_bytes"] += header.tokens * header.geometry.row_bytes
+        self._counts["stored_bytes"] += header.stored_bytes
+        record.take(header)
+        self._open[record.serial] = record
+        if record.all_rows():
+            self._complete(record, shard)
+        return self._detach() if shard.frames_bytes >= self._shard_bytes or shard.frames >= MAX_FRAMES - 1 else None
+
+    def _complete(self, record: Record, shard: ShardFile) -> None:
+        if not record.tiles():
+            log.error("the prompt %s is not stored: some of its rows came twice", record.key.hex())
+            self._counts["bad_frames"] += 1
+            self._fail(record)
+        elif record.key in self._keys:
+            self._counts["duplicates"] += 1
+            self._fail(record)
+        else:
+            del self._open[record.serial]
+            self._keys.add(record.key)
+            self._listed[shard.number].append(record)
+
+    def _fail(self, record: Record) -> None:
+        """No record comes of it: its frames are waste, and later ones are dropped. Holds the lock."""
+        if not record.failed:
+            record.failed = True
+            self._counts["waste_bytes"] += record.stored_bytes
+            self._open.pop(record.serial, None)
+
+    def _take_abandoned(self) -> None:
+        """Forget abandoned passes; remembers each as long as frames of it may be under way. Holds the lock."""
+        while self._abandoned_news:
+            self._abandoned.append((self._submitted, self._abandoned_news.popleft()))
+        oldest = min(self._outstanding, default=self._submitted + 1)
+        for before, serial in list(self._abandoned):
+            record = self._open.get(serial)
+            if record is not None:
+                self._fail(record)
+            if before < oldest:
+                self._abandoned.remove((before, serial))
+
+    # Shards.
+
+    def _open_shard(self) -> ShardFile:
+        self._shard = ShardFile(self._directory, self._facts, self._shards_opened)
+        self._listed[self._shards_opened] = []
+        self._shards_opened += 1
+        self._changed.notify_all()  # the threads now have a time to seal at
+        return self._shard
+
+    def _detach(self) -> ShardFile | None:
+        """Take the open shard, to end it without the lock."""
+        shard, self._shard = self._shard, None
+        return shard
+
+    def _end(self, shard: ShardFile) -> None:
+        """Seal a shard, or remove it when nothing in it is of use. Shards end in the order of their opening."""
+        with self._changed:
+            while self._shards_ended != shard.number:
+                self._changed.wait()
+            self._take_abandoned()
+            # A record fails after it was listed when an earlier shard with frames of it could not be sealed.
+            records = [record for record in self._listed.pop(shard.number) if not record.failed]
+            useful = bool(records) or not shard.serials.isdisjoint(self._open)
+        try:
+            if useful:
+                self._log_seal(shard, len(records), shard.seal([record.row() for record in records]))
+            else:
+                shard.discard()
+        except Exception as error:
+            shard.discard()
+            with self._changed:
+                self._disk_failed(f"cannot seal {shard.path}", error)
+                self._lose(shard, records)
+            useful, records = False, []
+        with self._changed:
+            self._counts["shards"] += useful
+            self._counts["records"] += len(records)
+            self._shards_ended += 1
+            self._changed.notify_all()
+
+    def _lose(self, shard: ShardFile, records: list[Record]) -> None:
+        """A shard is gone: so are its records, and those listed later that have frames in it."""
+        for record in [*records, *self._open.values(), *(r for listed in self._listed.values() for r in listed)]:
+            if record.serial in shard.serials:
+                self._fail(record)
+                self._keys.discard(record.key)
+
+    def _disk_failed(self, what: str, error: Exception) -> None:
+        self._counts["write_errors"] += 1
+        if not self._disk_fails:
+            self._disk_fails = True
+            log.error("%s: %s. Prompts are lost until this is mended; extract them again", what, error)
+
+    def _log_seal(self, shard: ShardFile, records: int, file_bytes: int) -> None:
+        took_s = max(time.monotonic() - shard.opened_at, 1e-3)
+        log.info(
+            "sealed %s: %d records, %d rows, ratio %.3f, %.1f MB/s",
+            *(shard.path, records, shard.rows, shard.raw_bytes / file_bytes, shard.raw_bytes / took_s / 1e6),
+        )
