@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import layout, plan, proof
+from .lanes import minus_bytes, pack_low_bytes, rotate_left
 
 __all__ = ["gather_kernel"]
 
@@ -119,20 +120,6 @@ def _write_ends(control, out, frame, L: tl.constexpr, W: tl.constexpr, SHAPE_WOR
 
 
 @triton.jit
-def _pack_low_bytes(x):
-    """The low bytes of a word's four 16-bit lanes, as one 32-bit word."""
-    x = x & 0x00FF00FF00FF00FF
-    x = (x | (x >> 8)) & 0x0000FFFF0000FFFF
-    return (x | (x >> 16)).to(tl.uint32)
-
-
-@triton.jit
-def _minus_bytes(a, b):
-    """Each of the four bytes of ``a`` minus that of ``b``, modulo 256; no borrow crosses a byte."""
-    return ((a | 0x80808080) - (b & 0x7F7F7F7F)) ^ ((a ^ b ^ 0x80808080) & 0x80808080)
-
-
-@triton.jit
 def gather_kernel(
     control,
     table,
@@ -178,14 +165,13 @@ def gather_kernel(
             x = tl.load(values[:, None] + word[None, :], mask=inside, other=0)
             sums += x
             if PLANES:
-                # Each of the word's four elements rotated left by one: exponent in the high byte, the rest in the low.
-                rotated = ((x << 1) & 0xFFFEFFFEFFFEFFFE) | ((x >> 15) & 0x0001000100010001)
+                rotated = rotate_left(x)
                 reference = tl.load(table.to(tl.pointer_type(tl.uint32)) + at, mask=inside, other=0)
                 exponents = tl.multiple_of(payload + i * (L * H), ROW_ALIGN)
                 rests = tl.multiple_of(payload + (tokens + i) * (L * H), ROW_ALIGN)
-                centred = _minus_bytes(_pack_low_bytes(rotated >> 8), reference)
+                centred = minus_bytes(pack_low_bytes(rotated >> 8), reference)
                 tl.store(exponents.to(tl.pointer_type(tl.uint32)) + at, centred, mask=inside)
-                tl.store(rests.to(tl.pointer_type(tl.uint32)) + at, _pack_low_bytes(rotated), mask=inside)
+                tl.store(rests.to(tl.pointer_type(tl.uint32)) + at, pack_low_bytes(rotated), mask=inside)
             else:
                 elements = tl.multiple_of(payload + i * (L * W * 8), ROW_ALIGN)
                 tl.store(elements.to(tl.pointer_type(tl.uint64)) + at, x, mask=inside)

@@ -16,7 +16,8 @@ if "triton" in sys.modules:
     raise RuntimeError("triton was imported before tests/kernels: its interpreter can no longer be chosen")
 with pytest.MonkeyPatch.context() as environment:
     environment.setenv("TRITON_INTERPRET", "1")
-    import hashtap_kernels.gather_kernel  # noqa: F401
+    import hashtap_kernels.gather
+    import hashtap_kernels.restore  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,7 @@
 """The mixing functions: golden values (FORMAT.md states them too) and a second computation in Python's integers."""
 
+from random import Random
+
 import batches
 import numpy as np
 import pytest
@@ -84,8 +86,8 @@ def test_proof_tells_what_a_mix_up_changes() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 6), st.integers(1, 8), st.integers(1, 9), st.integers(0, (1 << 31) - 8), st.randoms())
-def test_row_sums_are_the_plain_sum(n: int, layers: int, width: int, first_position: int, random: object) -> None:
-    rows = np.random.default_rng(random.getrandbits(32)).integers(0, 1 << 64, (n, layers, width), np.uint64)  # type: ignore[attr-defined]
+def test_row_sums_are_the_plain_sum(n: int, layers: int, width: int, first_position: int, random: Random) -> None:
+    rows = np.random.default_rng(random.getrandbits(32)).integers(0, 1 << 64, (n, layers, width), np.uint64)
     positions = np.arange(first_position, first_position + n)
     expected = [
         batches.row_sum([layer.tobytes() for layer in row], int(p)) for row, p in zip(rows, positions, strict=True)
