@@ -186,6 +186,11 @@ class Session:
             self._send(batch, sources, plan_frames(pieces, self.facts.geometry), records, taking)
         return [self._receipt(tracked) if tracked else None for tracked in members]
 
+    def tracks(self, rids: Sequence[str]) -> bool:
+        """Whether prompt rows of one of these requests are still to be captured."""
+        members = (self._tracked.get(rid) for rid in rids)
+        return any(member is not None and member.state == "capturing" for member in members)
+
     def advance_epoch(self, epoch: str) -> None:
         """The weights changed: what is in flight ends here, and new shards name the new epoch. May wait."""
         for tracked in list(self._tracked.values()):

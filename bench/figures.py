@@ -1,0 +1,116 @@
+"""``make bench``: every figure that has a bar, one line each: ``name value bar ok`` or ``… SHORT``.
+
+A figure that falls short is measured twice more and the median decides; the exit status is 1 when one is SHORT in the end.
+``python bench/figures.py NAME …`` measures some of them. Each run writes a record to ``bench/results/``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A named value and the bar that it must reach."""
+
+    name: str
+    value: float
+    bar: float
+    at_least: bool  # otherwise at most
+    unit: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+    def line(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.name} {self.value:.4g}{unit} {sign} {self.bar:g} {'ok' if self.ok else 'SHORT'}"
+
+
+@dataclass(slots=True)
+class Measured:
+    """One run of a measurement: its figures and everything else that is worth keeping."""
+
+    figures: list[Figure]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def measurements() -> dict[str, Callable[[], Measured]]:
+    """All measurements by name."""
+    from bench import capture_cost
+
+    return {"capture_cost": capture_cost.measure}
+
+
+def measure(run: Callable[[], Measured]) -> tuple[list[Figure], list[Measured]]:
+    """Measure once, and twice more when something falls short: the median of each figure, and all runs."""
+    runs = [run()]
+    if not all(figure.ok for figure in runs[0].figures):
+        runs += [run(), run()]
+    columns = zip(*(measured.figures for measured in runs), strict=True)
+    return [
+        Figure(c[0].name, statistics.median(f.value for f in c), c[0].bar, c[0].at_least, c[0].unit) for c in columns
+    ], runs
+
+
+def surroundings() -> dict[str, Any]:
+    """What a figure depends on: command, commit, versions, machine."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": " ".join(["python", "bench/figures.py", *sys.argv[1:]]),
+        "commit": commit + ("+changes" if dirty else ""),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("hashtap", "numpy", "sglang", "torch", "triton", "zstandard")},
+        "machine": {"cpus": os.cpu_count(), "model": _cpu_model(), "system": platform.release().split("-")[0]},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    known = measurements()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which measurements [all: {', '.join(known)}]")
+    parser.add_argument("--record", type=Path, default=ROOT / "bench" / "results" / "figures.json")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(known)
+    if unknown:
+        parser.error(f"no measurement is called {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    figures: list[Figure] = []
+    record: dict[str, Any] = surroundings()
+    for name in options.names or known:
+        found, runs = measure(known[name])
+        figures += found
+        record[name] = {"figures": [f.line() for f in found], "runs": [run.details for run in runs]}
+    options.record.write_text(json.dumps(record, indent=1) + "\n")
+    print()
+    for figure in figures:
+        print(figure.line())
+    sys.exit(not all(figure.ok for figure in figures))
+
+
+if __name__ == "__main__":
+    main()

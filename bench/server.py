@@ -1,0 +1,185 @@
+"""A real SGLang server on this machine's CPU, as a child process that is always cleaned up."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+__all__ = ["Server", "ServerFailed"]
+
+BOOT_S = 300.0
+STOP_S = 60.0
+
+
+class ServerFailed(Exception):
+    """The server ended, or never came up. ``exit_status`` is None when it still ran."""
+
+    def __init__(self, exit_status: int | None, log_tail: str) -> None:
+        super().__init__(f"{log_tail}\nthe server did not come up (exit status {exit_status}); the end of its log is above")
+        self.exit_status = exit_status
+
+
+class Server:
+    """``python -m sglang.launch_server --device cpu`` in a process group and a folder of its own.
+
+    Args:
+        model: the model directory.
+        flags: more flags; paths and numbers are turned into text.
+        threads: OpenMP threads of the model.
+        environment: added to this process's environment.
+        log: where its output goes; a new temporary file by default.
+
+    As a context manager it starts, waits until it answers, and is stopped at the end.
+
+    Raises:
+        ServerFailed: when it ends before it answers.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: object,
+        threads: int | None = None,
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        # SGLang imports a module named "kernels": start where no folder of that name is.
+        self._home = Path(tempfile.mkdtemp(prefix="sglang-"))
+        self.log = log or self._home / "server.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+        self.command += ["--port", str(self.port), *map(str, flags)]
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads or os.cpu_count() or 2),
+            "TRANSFORMERS_OFFLINE": "1",
+            **(environment or {}),
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=self._home,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, timeout_s: float = BOOT_S) -> None:
+        """Wait until ``/health`` answers, which runs a forward pass."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=20.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        raise ServerFailed(self.process.poll(), self.log_tail())
+
+    def wait(self, timeout_s: float = BOOT_S) -> int:
+        """Wait until it ends by itself; its exit status."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.kill()
+
+    def terminate(self, timeout_s: float = STOP_S) -> int:
+        """SIGTERM, which lets it seal what it has; what is left after ``timeout_s`` is killed. Its exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.resume()
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        return self.kill()
+
+    def kill(self) -> int:
+        """SIGKILL to its whole process group, as a lost machine would. Its exit status."""
+        assert self.process is not None
+        self._signal(signal.SIGKILL)
+        return self.process.wait()
+
+    def pause(self) -> None:
+        """Take its processes off the CPU (an idle SGLang keeps a core busy)."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after :meth:`pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def processes(self) -> list[psutil.Process]:
+        """It and its children."""
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def pss_bytes(self) -> int:
+        """Memory of all its processes, shared pages counted once (PSS)."""
+        return sum(process.memory_full_info().pss for process in self.processes())
+
+    def log_text(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of it."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def get(self, path: str) -> Any:
+        """The JSON that ``GET path`` answers."""
+        return httpx.get(self.url + path, timeout=60.0).raise_for_status().json()
+
+    def generate(self, input_ids: Iterable[int], *, rid: str | None = None, **sampling: Any) -> dict[str, Any]:
+        """The answer to one prompt of token ids, tagged for capture; ``sampling`` goes over one greedy token."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "custom_params": {"hashtap": True}} | sampling,
+        }
+        if rid is not None:
+            body["rid"] = rid
+        answer = httpx.post(f"{self.url}/generate", json=body, timeout=300.0)
+        return dict(answer.raise_for_status().json())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
