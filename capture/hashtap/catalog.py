@@ -34,6 +34,7 @@ class Entry:
         proof: of the whole prompt, two 64-bit lanes.
         shared_tokens: so many rows at its beginning are those of the record ``donor_key``.
         donor_key: 16 bytes; zeros when nothing is shared.
+        salt_sum: of the key's salt, see :func:`hashtap.shard.salt_sum`.
     """
 
     key: bytes
@@ -43,6 +44,7 @@ class Entry:
     proof: tuple[int, int]
     shared_tokens: int
     donor_key: bytes
+    salt_sum: int
 
     @property
     def epoch(self) -> str:
@@ -230,6 +232,7 @@ def _entries(shard: Shard) -> Iterator[Entry]:
             proof=(row[4], row[5]),
             shared_tokens=row[6],
             donor_key=words[7:9].tobytes(),
+            salt_sum=row[9],
         )
 
 

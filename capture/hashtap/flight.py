@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hashtap.frame import Header
+from hashtap.shard import salt_sum
 from hashtap_kernels.proof import add_proofs
 
 __all__ = ["Flight", "Record"]
@@ -56,7 +57,7 @@ class Record:
     def row(self) -> tuple[int, ...]:
         """Its row in the shard's ``records``."""
         key0, key1 = np.frombuffer(self.key, "<u8").tolist()
-        return (key0, key1, self.serial, len(self.token_ids), *self._proof, 0, 0, 0, 0, 0, 0)
+        return (key0, key1, self.serial, len(self.token_ids), *self._proof, 0, 0, 0, salt_sum(self.salt), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,10 @@ class Reader:
     def __contains__(self, key: bytes | str) -> bool:
         return _as_key(key) in self._catalog.keys
 
+    def has(self, key: bytes, epoch: str) -> bool:
+        """Whether the prompt was captured with these weights."""
+        return epoch in self._catalog.of(key)
+
     def keys(self) -> set[bytes]:
         """The keys of all captures."""
         return self._catalog.keys
@@ -147,6 +151,18 @@ class Reader:
     def epochs(self) -> list[str]:
         """The weights that there are captures of."""
         return sorted({shard.facts.epoch for shard in self.shards})
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes of all captures' states over bytes of the shard files; None when there is none."""
+        stored_bytes = sum(shard.file_bytes for shard in self.shards)
+        raw_bytes = sum(entry.total_tokens * entry.shard.facts.geometry.row_bytes for entry in self._catalog.entries)
+        return raw_bytes / stored_bytes if raw_bytes else None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What the captures are made from, in the order of iteration."""
+        return self._catalog.entries
 
     @property
     def shards(self) -> list[Shard]:
@@ -298,7 +314,10 @@ class Capture:
             FormatError: when frames are damaged.
         """
         geometry = self.facts.geometry
-        states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
+        try:
+            states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
+        except MemoryError:
+            raise FormatError(f"{self!r} in {self.shard} does not fit this machine's memory") from None
         self.read_into(states)
         return states
 

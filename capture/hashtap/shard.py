@@ -40,6 +40,7 @@ __all__ = [
     "encode_header",
     "read_shard",
     "reserved_bytes",
+    "salt_sum",
     "trailer_words",
 ]
 
@@ -48,7 +49,7 @@ U64Array = npt.NDArray[np.uint64]
 INDEX_COLUMNS = ("offset", "stored_bytes", "stored_sum", "serial", "positions", "table", "kind", "forward")
 RECORD_COLUMNS = (
     *("key0", "key1", "serial", "total_tokens", "proof0", "proof1"),
-    *("shared_tokens", "donor_key0", "donor_key1", "reserved0", "reserved1", "reserved2"),
+    *("shared_tokens", "donor_key0", "donor_key1", "salt_sum", "reserved0", "reserved1"),
 )
 HEADER_LIMIT_BYTES = 1 << 20
 """The longest header; safetensors itself stops at 100 MB."""
@@ -174,6 +175,7 @@ class Shard:
 
     Attributes:
         path: the file.
+        file_bytes: how long it is.
         facts: its metadata.
         frames_at: where ``frames`` begins in the file.
         frames_bytes: how long it is.
@@ -182,6 +184,7 @@ class Shard:
     """
 
     path: Path
+    file_bytes: int
     facts: ShardFacts
     frames_at: int
     frames_bytes: int
@@ -215,6 +218,14 @@ def reserved_bytes(facts: ShardFacts) -> int:
     if longest > HEADER_LIMIT_BYTES:
         raise UsageError(f"a shard's facts take {longest} bytes, over {HEADER_LIMIT_BYTES}: shorten the server flags")
     return -(-longest // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
+
+
+def salt_sum(salt: bytes) -> int:
+    """What a record keeps of its key's salt: 0 when it is empty, which makes the key recomputable; else a hash."""
+    if not salt:
+        return 0
+    value: int = xxhash.xxh3_64_intdigest(salt)
+    return value or 1
 
 
 def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:
@@ -276,6 +287,7 @@ def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
         raise FormatError("its trailer is wrong: header, index or records were changed")
     shard = Shard(
         path=path,
+        file_bytes=file_bytes,
         facts=facts,
         frames_at=frames_at,
         frames_bytes=frames_bytes,
@@ -356,5 +368,5 @@ def _check_records(shard: Shard) -> None:
     total, shared = shard.records[:, 3], shard.records[:, 6]
     if (total == 0).any() or (total > np.uint64(0xFFFFFFFF)).any() or (shared > total).any():
         raise FormatError("its records hold an impossible number of tokens")
-    if shard.records[:, 9:].any():
+    if shard.records[:, 10:].any():
         raise FormatError("its records use a column that this format reserves")

@@ -56,6 +56,8 @@ class ShardFile:
         self._index = array("Q")
         self._reserved_bytes = reserved_bytes(facts)
         self._partial = Path(f"{self.path}{PARTIAL_SUFFIX}")
+        if self.path.exists():
+            raise FileExistsError(errno.EEXIST, "a shard of that name is sealed already", str(self.path))
         self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             _write(self._descriptor, [memoryview(bytes(self._reserved_bytes))])
