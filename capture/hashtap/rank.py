@@ -1,0 +1,293 @@
+"""Capture in one scheduler process: what SGLang's objects mean, in terms of a session.
+
+It takes SGLang's objects as they come and imports nothing of SGLang; the seam calls it from the hooks.
+"""
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from secrets import randbits
+from shutil import disk_usage
+from typing import Any
+
+import hashtap
+from hashtap.config import CaptureConfig
+from hashtap.directory import FORMAT_VERSION, CaptureDirectory
+from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
+from hashtap.handshake import RankReport
+from hashtap.session import Batch, Session
+from hashtap.shard import DTYPE_NAME, ShardFacts, read_shard
+from hashtap_kernels.layout import Dtype, Geometry
+
+__all__ = ["Rank", "check_directory", "refusal", "wants_capture"]
+
+log = logging.getLogger("hashtap")
+
+PREFILL_MODES = ("EXTEND", "MIXED")
+_DTYPES = {DTYPE_NAME[dtype]: dtype for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32)}
+_CHANGES_STATES = {
+    "lora_id": "it uses a LoRA adapter",
+    "multimodal_inputs": "it holds images, audio or video",
+    "input_embeds": "it is given as embeddings",
+    "positional_embed_overrides": "it overrides embeddings",
+    "token_type_ids": "it has token types",
+    "session": "it continues a session, so its ids are not the whole prompt",
+    "extra_key": "it has an extra_key or cache salt",
+    "cache_salt": "it has a cache salt",
+}
+
+
+def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
+    """Whether a request that reached the scheduler is to be captured.
+
+    Args:
+        req: SGLang's ``Req``.
+        requests: the option ``capture_requests``.
+        health_prefix: what the rids of health checks start with.
+    """
+    if req.rid.startswith(health_prefix) or req.to_finish is not None or req.finished_reason is not None:
+        return False
+    params = req.sampling_params.custom_params
+    tag = params.get("hashtap") if isinstance(params, Mapping) else None
+    return requests == "all" if tag is None else tag is True
+
+
+def refusal(req: Any) -> str | None:
+    """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
+    reasons = (reason for name, reason in _CHANGES_STATES.items() if getattr(req, name) is not None)
+    return next(reasons, None)
+
+
+def check_directory(directory: CaptureDirectory, facts: ShardFacts) -> None:
+    """Refuse a directory whose shards do not go together with what this server would write.
+
+    An epoch of "" is not known yet and not compared. A damaged shard is warned of and left where it is.
+
+    Raises:
+        MismatchError: naming the shard, what differs and both values.
+    """
+    for path in directory.shards():
+        try:
+            other = read_shard(path).facts
+        except FormatError as error:
+            log.warning("%s", error)
+            continue
+        for name, mine, theirs in (
+            ("boundaries", facts.boundaries, other.boundaries),
+            ("final norm", facts.final_norm, other.final_norm),
+            ("geometry", facts.geometry, other.geometry),
+            ("epoch", facts.epoch, other.epoch),
+        ):
+            if mine != theirs and mine != "":
+                raise MismatchError(
+                    f"{directory.path} holds {path.name} of another server: its {name} is {theirs} "
+                    f"(model {other.model}), this one's is {mine} (model {facts.model}); give another --capture-dir"
+                )
+
+
+class Rank:
+    """A scheduler process that takes part in capture.
+
+    Args:
+        config: the capture options.
+        health_prefix: what the rids of health checks start with.
+    """
+
+    def __init__(self, config: CaptureConfig, health_prefix: str) -> None:
+        self.config = config
+        self.session: Session | None = None  # only where rows are written
+        self.boundaries: tuple[int, ...] = ()
+        self.held = False  # no new prompts in this step, decided by the writing rank
+        self.updates = 0  # of the weights
+        self._health_prefix = health_prefix
+        self._info: dict[str, Any] = {}
+        self._device = "cpu"
+        self._forward: Any = None  # the real batch of the forward pass that runs now
+        self._reached = False  # whether that pass came to the point where rows are taken
+        self._receipts: list[dict[str, Any] | None] | None = None
+
+    def plan(
+        self, model_config: Any, dtype: str, boundaries: tuple[int, ...], *, rank: int, flags: Mapping[str, Any]
+    ) -> ShardFacts:
+        """The facts of the shards to come, and a look at the directory, all before the weights are loaded.
+
+        The epoch is left empty. Raises as :func:`check_directory`, and:
+            SetupError: when states of this shape or type cannot be captured.
+            UsageError: when the directory cannot be written.
+        """
+        self.boundaries = boundaries
+        if dtype not in _DTYPES:
+            raise SetupError(f"states of {dtype} cannot be captured, only {', '.join(_DTYPES)}: give another --dtype")
+        try:
+            geometry = Geometry(len(boundaries) + 1, model_config.hidden_size, _DTYPES[dtype])
+        except ValueError as error:
+            raise SetupError(f"this model cannot be captured: {error}") from error
+        directory = CaptureDirectory.create(self.config.capture_dir)
+        facts = ShardFacts(
+            model=str(model_config.model_path),
+            epoch="",
+            boundaries=boundaries,
+            final_norm="post",
+            geometry=geometry,
+            seed=(randbits(64), randbits(64)),
+            directory_uuid=directory.uuid,
+            writer=uuid.uuid4().hex,
+            rank=rank,
+            versions={},
+            server_flags=flags,
+        )
+        check_directory(directory, facts)
+        self._info = {
+            "hashtap": hashtap.__version__,
+            "format": FORMAT_VERSION,
+            "directory": directory.uuid,
+            "path": str(Path(self.config.capture_dir).resolve()),
+            "model": facts.model,
+            "boundaries": list(boundaries),
+            "final_norm": facts.final_norm,
+            "layers": geometry.layers,
+            "hidden": geometry.hidden,
+            "dtype": dtype,
+            "vocab_size": model_config.vocab_size,
+            "context_length": model_config.context_len,
+            "requests": self.config.capture_requests,
+        }
+        return facts
+
+    def start(
+        self, facts: ShardFacts, epoch: str, versions: Mapping[str, str], *, device: str, max_forward_tokens: int
+    ) -> None:
+        """Begin to capture on this rank, the weights being loaded. Takes ring and staging memory.
+
+        Raises:
+            SetupError: when the memory cannot be had.
+            MismatchError: when the directory holds another epoch.
+        """
+        facts = replace(facts, epoch=epoch, versions=versions)
+        directory = CaptureDirectory.open(self.config.capture_dir)
+        check_directory(directory, facts)
+        self.session = Session(self.config, facts, directory, device=device, max_forward_tokens=max_forward_tokens)
+        self._device = device
+        self._info["sglang"] = versions["sglang"]
+
+    def report(self, unhooked: Sequence[str]) -> RankReport:
+        """What the launching process must know."""
+        return RankReport(hashtap.__version__, self.session is not None, self.boundaries, tuple(unhooked), self._info)
+
+    def state(self) -> dict[str, Any]:
+        """The epoch and the counters now, as plain data."""
+        if self.session is None:
+            return {}
+        return {"epoch": self.session.facts.epoch, "counters": self.session.counters()}
+
+    def summary(self) -> str:
+        """What is captured, how and where to, in a few lines for the log."""
+        assert self.session is not None
+        facts, config, path = self.session.facts, self.config, self._info["path"]
+        geometry, free_bytes = facts.geometry, disk_usage(path).free
+        row_bytes, room = geometry.row_bytes, free_bytes // geometry.row_bytes
+        names = ", ".join(facts.layer_name(layer) for layer in range(geometry.layers))
+        full = f"wait {config.capture_wait_s:g} s" if config.capture_when_full == "wait" else "drop"
+        staging = f"2 x {config.capture_stage_mib} MiB" if self._device != "cpu" else "none on a CPU"
+        lines = {
+            "layers": names,
+            "a token": f"{geometry.layers} x {geometry.hidden} {self._info['dtype']} = {row_bytes:,} bytes",
+            "epoch": facts.epoch,
+            "ring": f"{config.capture_ring_gib:g} GiB; when full: {full}",
+            "staging": staging,
+            "directory": f"{path}, {free_bytes / 2**30:.1f} GiB free = {room:,} tokens uncompressed",
+        }
+        title = f"hashtap {hashtap.__version__} captures {config.capture_requests} prompts"
+        return "\n".join([title, *(f"  {name:<10} {text}" for name, text in lines.items())])
+
+    def admit(self, req: Any) -> None:
+        """A request enters the queue; also called again when it comes back to it."""
+        if self.session is None or hasattr(req, "hashtap"):
+            return
+        if wants_capture(req, self.config.capture_requests, self._health_prefix):
+            # On the request itself: it is tracked exactly as long as SGLang keeps it.
+            req.hashtap = self.session.admit(req.rid, req.origin_input_ids, refuse=refusal(req))
+
+    def begin_forward(self, batch: Any) -> bool:
+        """A forward pass begins; whether it may hold prompt rows, so that :meth:`end_forward` must follow."""
+        if self.session is None or not batch.rids or batch.extend_seq_lens_cpu is None:
+            return False
+        if batch.forward_mode.name not in PREFILL_MODES:
+            return False
+        self._forward, self._reached, self._receipts = batch, False, None
+        return True
+
+    def take(self, input_ids: Any, positions: Any, final: Any, aux: Any) -> None:
+        """The tensors of the pass are alive: capture them.
+
+        Args:
+            input_ids: int ``[>= T]``, what the pass consumed.
+            positions: int ``[>= T]``, or None to take the batch's.
+            final: ``[>= T, H]``.
+            aux: a list of L-1 tensors ``[>= T, H]`` or one packed ``[>= T, (L-1) H]``.
+
+        Raises:
+            SetupError: when they are not what was set up at the start.
+        """
+        batch = self._forward
+        if batch is None or self._reached or self.session is None:
+            return
+        self._reached = True
+        self._check_dtypes(final, aux)
+        try:
+            self._receipts = self.session.capture(
+                Batch(
+                    rids=batch.rids,
+                    extend_lens=batch.extend_seq_lens_cpu,
+                    prefix_lens=batch.extend_prefix_lens_cpu,
+                    input_ids=input_ids.long(),
+                    positions=(batch.positions if positions is None else positions).long(),
+                    aux=aux,
+                    final=final,
+                )
+            )
+        except ValueError as error:
+            raise SetupError(f"the model no longer hands out what was set up at the start: {error}") from error
+
+    def end_forward(self, output: Any) -> None:
+        """The pass is over: hand the receipts to the requests, through SGLang's own way into ``meta_info``.
+
+        Raises:
+            SetupError: when rows to capture went by without having been seen.
+        """
+        batch, self._forward = self._forward, None
+        if self.session is None:
+            return
+        if not self._reached and self.session.tracks(batch.rids):
+            raise SetupError("a prompt was computed without coming to the point where its rows are captured")
+        if self._receipts is not None:
+            output.customized_info = {**(output.customized_info or {}), "hashtap": self._receipts}
+
+    def holds_back(self) -> bool:
+        """Whether the writing rank asks all ranks to schedule no new prompts now."""
+        return self.session is not None and not self.session.may_admit()
+
+    def weights_updated(self, epoch: str) -> None:
+        """From here on rows belong to another epoch."""
+        if self.session is not None:
+            self.session.advance_epoch(epoch)
+
+    def close(self) -> None:
+        """Write and seal what was captured."""
+        if self.session is not None:
+            try:
+                self.session.close()
+            except HashtapError as error:
+                log.error("not everything could be sealed: %s", error)
+
+    def _check_dtypes(self, final: Any, aux: Any) -> None:
+        assert self.session is not None
+        expected = DTYPE_NAME[self.session.facts.geometry.dtype]
+        tensors = [final, *(aux if isinstance(aux, list | tuple) else [aux] if aux is not None else [])]
+        for tensor in tensors:
+            if (found := str(tensor.dtype).removeprefix("torch.")) != expected:
+                raise SetupError(
+                    f"the model hands out states of {found}, its weights are {expected}: cannot be captured"
+                )

@@ -1,0 +1,434 @@
+"""The one module that imports SGLang: hashtap's hooks, and what they ask of SGLang's own state.
+
+SGLang only logs what goes wrong in a plugin. So every failure here ends the process, and the launching
+process serves only after every rank has reported that its hooks are in place.
+"""
+
+import inspect
+import logging
+import os
+import pkgutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hashtap import __version__
+from hashtap.config import CaptureConfig
+from hashtap.errors import HashtapError, SetupError, UsageError
+from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
+from hashtap.targets import HOOKS, Hook, Kind, Process, check_sglang, classes_with_setter, installed_sglang
+
+if TYPE_CHECKING:
+    from hashtap.rank import Rank
+
+__all__ = ["register_hooks"]
+
+log = logging.getLogger("hashtap")
+
+EXIT_TIMEOUT_S = 120  # for ranks that seal what they captured; SGLang's own is 15
+HOLD = "hashtap: hold back new prompts"  # rides with the requests from the first rank to the others
+FLAG_HOOKS = (
+    Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.add_cli_args", Kind.AFTER, ("parser",)),
+    Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.from_cli_args", Kind.AFTER, ("args",)),
+)
+RECORDED_ARGUMENTS = (
+    *("tp_size", "dp_size", "attn_dp_size", "ep_size", "dtype", "quantization", "kv_cache_dtype"),
+    *("attention_backend", "chunked_prefill_size", "max_prefill_tokens", "enable_mixed_chunk", "page_size"),
+)
+
+_originals: dict[Hook, Any] = {}
+
+
+def register_hooks() -> None:
+    """Register what this process needs: the launch flags, and the hooks if the environment turns capture on."""
+    launcher = _Launcher()
+    _register(FLAG_HOOKS[0], launcher.add_cli_args)
+    _register(FLAG_HOOKS[1], launcher.from_cli_args)
+    try:
+        config = CaptureConfig.from_env()
+    except UsageError:
+        # The flags may still complete it; if not, the launching process will say so.
+        launcher.register_engine_hooks()
+        return
+    if config is not None:
+        launcher.register_engine_hooks()
+        _register_spawned_hooks(config)
+
+
+class _Launcher:
+    """Hooks of the launching process."""
+
+    def __init__(self) -> None:
+        self._config: CaptureConfig | None = None
+        self._command_line = False
+        self._reports: list[RankReport] = []
+
+    def register_engine_hooks(self) -> None:
+        """For ``sglang.Engine``, whose module is loaded by now; a command line comes to :meth:`from_cli_args`."""
+        if Process.LAUNCHER.value in sys.modules:
+            _register(HOOKS["launch"], self.launch)
+            _register(HOOKS["shut_down"], self.shut_down)
+
+    def add_cli_args(self, result: Any, parser: Any) -> None:
+        CaptureConfig.add_arguments(parser)
+        if unhooked := _unhooked():
+            _exit(SetupError(f"SGLang did not apply the hooks on {', '.join(unhooked)}: its log says why"))
+
+    def from_cli_args(self, server_args: Any, cls: Any, args: Any) -> None:
+        self._command_line = True
+        with self._refusing():
+            self._config = CaptureConfig.from_args(args)
+            if self._config is None:
+                return
+            _check_version()
+            self._config.export()
+        _turn_radix_cache_off(server_args)
+        for name, hook in (("launch", self.launch), ("serve", self.serve), ("generate", self.generate)):
+            _register(HOOKS[name], hook)
+        _apply()
+        with self._refusing():
+            if unhooked := _unhooked():
+                raise SetupError(f"SGLang did not apply the hooks on {', '.join(unhooked)}: its log says why")
+
+    def launch(self, original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the start of the other processes: refuse before, and serve only if every rank captures."""
+        server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
+        with self._refusing():
+            config = self._config or CaptureConfig.from_env()
+        if config is None:
+            return original(cls, *args, **kwargs)
+        _turn_radix_cache_off(server_args)
+        server_args.resolve_once()
+        with self._refusing():
+            self._config = config
+            if not self._command_line:
+                _check_version()
+            _check_arguments(server_args, config)
+            from hashtap.directory import CaptureDirectory
+
+            CaptureDirectory.create(config.capture_dir)
+            config.export()
+        import sglang.srt.managers.tokenizer_manager as manager
+
+        manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(manager._SCHEDULER_EXIT_TIMEOUT_SECS, EXIT_TIMEOUT_S)
+        result = original(cls, *args, **kwargs)
+        with self._refusing():
+            self._reports = collect_reports(result[3].scheduler_infos, __version__)
+        return result
+
+    def serve(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around the life of the HTTP server: adds the routes, and lets the ranks seal however it ends."""
+        tokenizer_manager = kwargs["tokenizer_manager"] if "tokenizer_manager" in kwargs else args[1]
+        from sglang.srt.entrypoints.http_server import app
+
+        from hashtap.routes import add_routes
+
+        async def epoch() -> str:
+            states = await tokenizer_manager.get_internal_state()
+            return str(states[0]["hashtap"]["epoch"])
+
+        add_routes(app, next(report.info for report in self._reports if report.writes), epoch)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _stop_ranks(tokenizer_manager)
+
+    def generate(self, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        """Before each request: what comes before the server is up is warm-up."""
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        if manager.server_status == ServerStatus.Starting:
+            _mark_as_warm_up(obj)
+
+    def shut_down(self, engine: Any) -> None:
+        """Before an engine kills its processes."""
+        manager = getattr(engine, "tokenizer_manager", None)
+        if manager is not None and self._reports:
+            _stop_ranks(manager)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A failure ends a command line with one line; whoever builds an ``Engine`` gets the error itself."""
+        try:
+            yield
+        except HashtapError as error:
+            if not self._command_line:
+                raise
+            _exit(error)
+
+
+def _register_spawned_hooks(config: CaptureConfig) -> None:
+    """Hooks of the processes that SGLang spawns, each told by the module that it runs."""
+    if Process.CONTROLLER.value in sys.modules:
+        _register(HOOKS["controller_info"], _controller_info)
+        _register(HOOKS["controller_loop"], _leave_signals_to_launcher)
+    if Process.DETOKENIZER.value in sys.modules:
+        _register(HOOKS["detokenizer_loop"], _leave_signals_to_launcher)
+    if Process.RANK.value in sys.modules:
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+        from hashtap.rank import Rank
+
+        _RankHooks(Rank(config, HEALTH_CHECK_RID_PREFIX)).register()
+
+
+class _RankHooks:
+    """Hooks of a scheduler process."""
+
+    def __init__(self, rank: "Rank") -> None:
+        self._rank = rank
+
+    def register(self) -> None:
+        for name in ("load_model", "backends", "forward", "logits", "queue", "prefill", "broadcast"):
+            _register(HOOKS[name], getattr(self, name))
+        for name in ("rank_info", "rank_state", "rank_loop"):
+            _register(HOOKS[name], getattr(self, name))
+        for name, hook in HOOKS.items():
+            if hook.process is Process.RANK and "weight" in name:
+                _register(hook, self.weights_updated)
+
+    def load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the loading: settle the layers and the directory before it, begin to capture after it."""
+        if runner.is_draft_worker:
+            return original(runner, *args, **kwargs)
+        from sglang.srt.runtime_context import get_parallel, get_schedule
+
+        from hashtap.epoch import epoch_name
+        from hashtap.layers import capture_boundaries, choose_boundaries
+        from hashtap.modes import most_rows_of_a_forward
+
+        rank, config, parallel = self._rank, runner.model_config, get_parallel()
+        with _ending():
+            arguments = _check_arguments(runner.server_args, rank.config)
+            boundaries = choose_boundaries(rank.config.capture_layers, config.num_hidden_layers)
+            flags = {name: getattr(arguments, name, None) for name in RECORDED_ARGUMENTS}
+            facts = rank.plan(
+                config, str(config.dtype).removeprefix("torch."), boundaries, rank=parallel.tp_rank, flags=flags
+            )
+        result = original(runner, *args, **kwargs)
+        with _ending():
+            _, root = installed_sglang()
+            capture_boundaries(runner.model, boundaries, known=classes_with_setter(root))
+            epoch = epoch_name(_fingerprint(runner), 0)
+            if parallel.attn_tp_rank == 0:
+                schedule = get_schedule()
+                rows = most_rows_of_a_forward(
+                    schedule.chunked_prefill_size, schedule.max_prefill_tokens, config.context_len
+                )
+                rank.start(facts, epoch, _versions(), device=runner.device, max_forward_tokens=rows)
+                log.info("%s", rank.summary())
+        return result
+
+    def backends(self, result: Any, runner: Any) -> None:
+        """After the last call of SGLang's own that may set layers, and before graphs are captured."""
+        if runner.is_draft_worker:
+            return
+        from hashtap.layers import read_boundaries
+
+        with _ending():
+            found = read_boundaries(runner.model)
+            if found != self._rank.boundaries:
+                raise SetupError(f"something set the layers to {found} after hashtap set {self._rank.boundaries}")
+
+    def forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a forward pass: notes the real batch (a graph replay shows another one) and hands out receipts."""
+        if runner.is_draft_worker or not self._rank.begin_forward(forward_batch):
+            return original(runner, forward_batch, *args, **kwargs)
+        output = original(runner, forward_batch, *args, **kwargs)
+        with _ending():
+            self._rank.end_forward(output.logits_output)
+        return output
+
+    def logits(
+        self,
+        processor: Any,
+        input_ids: Any,
+        hidden_states: Any,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Before the logits: the one place where all tensors of a pass are alive."""
+        with _ending():
+            self._rank.take(input_ids, getattr(logits_metadata, "positions", None), hidden_states, aux_hidden_states)
+
+    def queue(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        self._rank.admit(req)
+
+    def broadcast(
+        self, original: Callable[..., Any], receiver: Any, recv_reqs: Any, local_reqs: Any = None
+    ) -> list[Any]:
+        """Around the broadcast of requests: all ranks of a group must hold back prompts in the same step."""
+        if self._rank.holds_back():
+            local_reqs = [*(local_reqs or ()), HOLD]
+        requests = original(receiver, recv_reqs, local_reqs)
+        self._rank.held = HOLD in requests
+        return [request for request in requests if request != HOLD] if self._rank.held else requests
+
+    def prefill(
+        self, original: Callable[..., Any], scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around the choice of the next prefill batch; decodes go on while prompts are held back."""
+        if not self._rank.held:
+            return original(scheduler, running_batch, *args, **kwargs)
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+    def weights_updated(self, result: Any, manager: Any, recv_req: Any) -> None:
+        """After any update, failed ones too: they may have changed a part."""
+        from hashtap.epoch import epoch_name
+
+        self._rank.updates += 1
+        self._rank.weights_updated(epoch_name(_fingerprint(manager.tp_worker.model_runner), self._rank.updates))
+
+    def rank_info(self, info: dict[str, Any], scheduler: Any) -> None:
+        info[REPORT_KEY] = [self._rank.report(_unhooked())]
+
+    def rank_state(self, output: Any, scheduler: Any, recv_req: Any) -> None:
+        output.internal_state["hashtap"] = self._rank.state()
+
+    def rank_loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the scheduler's life: however it ends, what was captured is sealed."""
+        _leave_signals_to_launcher()
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self._rank.close()
+
+
+def _leave_signals_to_launcher(*args: Any) -> None:
+    """A signal for the whole process group is the launching process's to act on: it lets the ranks seal first."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _controller_info(info: dict[str, Any], controller: Any) -> None:
+    """The data-parallel controller makes a new dict of its ranks' and would drop their reports."""
+    reports = [report for rank in controller._scheduler_init_infos for report in rank.get(REPORT_KEY, ())]
+    info[REPORT_KEY] = reports
+
+
+def _stop_ranks(tokenizer_manager: Any) -> None:
+    """Ask the scheduler processes to end and wait until they have sealed; nothing to do where they have ended."""
+    from sglang.srt.managers.io_struct import ShutdownReq
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    if not collect_scheduler_processes():
+        return
+    if tokenizer_manager._subprocess_watchdog is not None:
+        tokenizer_manager._subprocess_watchdog.stop()  # their end is no crash
+    tokenizer_manager._dispatch_to_scheduler(ShutdownReq())
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while collect_scheduler_processes():
+        if time.monotonic() > deadline:
+            log.error("the ranks did not seal within %d s: what is not sealed is lost", EXIT_TIMEOUT_S)
+            return
+        time.sleep(0.1)
+
+
+def _check_version() -> None:
+    found, root = installed_sglang()
+    check_sglang(found, root, allow_unknown=os.environ.get("HASHTAP_ALLOW_UNKNOWN_SGLANG") == "1")
+
+
+def _check_arguments(server_args: Any, config: CaptureConfig) -> Any:
+    """SGLang's resolved arguments, checked."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.environ import envs
+
+    from hashtap.modes import check_modes
+
+    if envs.SGLANG_RUST_SERVER.get():
+        raise SetupError("SGLANG_RUST_SERVER does not go together with capture: that server has no hashtap routes")
+    arguments = resolving_view(server_args)
+    check_modes(arguments, config)
+    return arguments
+
+
+def _turn_radix_cache_off(server_args: Any) -> None:
+    if server_args.disable_radix_cache:
+        return
+    try:
+        server_args.disable_radix_cache = True
+    except AttributeError:
+        return  # sealed already: the check of the arguments refuses it
+    log.info("the radix cache is off while capture is on: rows that it serves would never be computed")
+
+
+def _mark_as_warm_up(obj: Any) -> None:
+    """Keep a request out of ``--capture-requests all``, unless it is tagged itself."""
+    if obj.sampling_params is None:
+        obj.sampling_params = {}
+    params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    for one in params:
+        if isinstance(one, dict):
+            one["custom_params"] = {"hashtap": False, **(one.get("custom_params") or {})}
+
+
+def _fingerprint(runner: Any) -> bytes:
+    """The fingerprint of the whole model's weights, the same on all ranks that hold a part of them."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from hashtap.epoch import combine_fingerprints, fingerprint
+
+    own = fingerprint(runner.model_config.hf_config.to_dict(), runner.model.named_parameters())
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return own
+    import torch.distributed
+
+    group = parallel.tp_group.cpu_group
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, own, group=group)
+    return combine_fingerprints(found)
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    return {"hashtap": __version__, "sglang": installed_sglang()[0], "torch": torch.__version__}
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """A failure in a spawned process ends it, and with it the server: SystemExit passes SGLang's handlers."""
+    try:
+        yield
+    except HashtapError as error:
+        log.error("hashtap: %s", error)
+        raise SystemExit(error.exit_code) from error
+
+
+def _exit(error: HashtapError) -> NoReturn:
+    print(f"hashtap: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from error
+
+
+def _register(hook: Hook, function: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hook not in _originals:
+        _originals[hook] = _resolve(hook)
+        HookRegistry.register(hook.path, function, HookType(hook.kind.value))
+
+
+def _apply() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+
+
+def _unhooked() -> list[str]:
+    """Hooks of this process that SGLang was given and did not apply."""
+    return [hook.path for hook, original in _originals.items() if _resolve(hook) is original]
+
+
+def _resolve(hook: Hook) -> Any:
+    owner, _, name = hook.path.rpartition(".")
+    return inspect.getattr_static(pkgutil.resolve_name(owner), name)
