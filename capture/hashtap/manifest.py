@@ -50,7 +50,7 @@ class Manifest:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table.select(_SCHEMA.names).combine_chunks()
-        self._directory_uuid = (table.schema.metadata or {}).get(_DIRECTORY, b"").decode()
+        self._directory_uuid: str = (table.schema.metadata or {}).get(_DIRECTORY, b"").decode()
         self._ids: list[str] = self._table["sample_id"].to_pylist()
         self._keys: list[bytes] = [bytes.fromhex(key) for key in self._table["key"].to_pylist()]
         self._row = {sample_id: row for row, sample_id in enumerate(self._ids)}

@@ -1,0 +1,224 @@
+"""The main job, start to end, on this machine: ``make demo`` (``make demo DEMO=--short`` for a small one).
+
+A real SGLang server on the CPU serves SmolLM2-135M-Instruct with ``--capture-dir``; the standard library's sources are
+the samples. They are extracted over HTTP and verified, then one byte is flipped in a copy to show that it is found.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.smollm2 import make_smollm2  # noqa: E402
+
+CHUNK_TOKENS = 512
+IN_FLIGHT = 16
+BOOT_S = 300.0
+STOP_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many samples: ``short_ones`` of 5 to 640 tokens, ``long_ones`` that are chunked, ``repeated`` ones."""
+
+    short_ones: int
+    long_ones: int
+    repeated: int
+
+
+FULL = Size(short_ones=225, long_ones=60, repeated=15)
+SHORT = Size(short_ones=24, long_ones=10, repeated=6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="40 samples instead of 300")
+    parser.add_argument("--keep", action="store_true", help="keep the captures to look at them")
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    say("model", "SmolLM2-135M-Instruct, bfloat16 (converted once, half a minute)")
+    model = make_smollm2(ROOT / ".cache" / "models" / "smollm2-v1")
+    home = ROOT / ".cache" / "demo"
+    home.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
+    try:
+        run(model, work, SHORT if options.short else FULL)
+        look = f"; look around: hashtap show {work / 'captures'}" if options.keep else ""
+        say("done", f"in {time.monotonic() - started:.0f} s{look}")
+    finally:
+        if not options.keep:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def run(model: Path, work: Path, size: Size) -> None:
+    """Capture, verify and damage; ends the program when anything is not as it must be."""
+    captures, samples = work / "captures", work / "samples.jsonl"
+    write_samples(samples, model, size)
+    with server(model, captures, work / "server.log") as url:
+        extracted = hashtap_json("extract", samples, "--server", url, "--out", captures, "--concurrency", IN_FLIGHT)
+    total = size.short_ones + size.long_ones + size.repeated
+    stored = sum(path.stat().st_size for path in captures.glob("*.safetensors"))
+    say(
+        "captured",
+        f"{extracted['captured']}/{total} samples, {extracted['tokens']:,} tokens, {extracted['raw_bytes'] / 1e6:,.0f} "
+        f"MB in {stored / 1e6:,.0f} MB, ratio {extracted['ratio']:.3f}, {extracted['tokens_per_s']:,.0f} tokens/s",
+    )
+    verify_started = time.monotonic()
+    subprocess.run(hashtap("verify", captures, "--samples", samples), check=True)
+    say("verified", f"in {time.monotonic() - verify_started:.1f} s: keys, proofs, checksums and values of every row")
+    show_damage(captures, work / "damaged", samples)
+
+
+def write_samples(path: Path, model: Path, size: Size) -> None:
+    """Consecutive pieces of the standard library's sources, tokenised; a few of them twice, with loss masks."""
+    random = np.random.default_rng(0)
+    lengths = [*random.integers(5, 640, size.short_ones), *random.integers(CHUNK_TOKENS + 1, 900, size.long_ones)]
+    random.shuffle(lengths)
+    ids = tokens_of_the_standard_library(model, sum(lengths))
+    ends = np.cumsum(lengths)
+    prompts = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    distinct = len({tuple(prompt) for prompt in prompts})
+    prompts += [prompts[index] for index in random.integers(0, len(prompts), size.repeated)]
+    order = random.permutation(len(prompts))
+    with path.open("w") as file:
+        for number in order.tolist():
+            prompt = prompts[number]
+            mask = [0] * (len(prompt) // 2) + [1] * (len(prompt) - len(prompt) // 2)
+            file.write(json.dumps({"id": f"piece-{number}", "input_ids": prompt, "loss_mask": mask}) + "\n")
+    chunked = sum(len(prompt) > CHUNK_TOKENS for prompt in prompts)
+    say(
+        "samples",
+        f"{len(prompts)} pieces of the standard library, {distinct} distinct, {chunked} longer than a chunk of "
+        f"{CHUNK_TOKENS}; {sum(map(len, prompts)):,} tokens",
+    )
+
+
+def tokens_of_the_standard_library(model: Path, count: int) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = []
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if len(ids) >= count:
+            break
+        ids += tokenizer.encode(source.read_text(encoding="utf-8", errors="replace"), add_special_tokens=False).ids
+    return ids[:count]
+
+
+@contextmanager
+def server(model: Path, captures: Path, log: Path) -> Iterator[str]:
+    """A real SGLang server that captures into ``captures``; stopped in order, so that it seals, whatever happens."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"]
+    command += ["--port", port, "--capture-dir", captures, "--chunked-prefill-size", CHUNK_TOKENS]
+    # SGLang imports a module named "kernels": start where no folder of that name is.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 2), "TRANSFORMERS_OFFLINE": "1"}
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=log.parent,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            info = wait_until_ready(url, process, log)
+            say(
+                "server",
+                f"SGLang {info['sglang']} ready after {time.monotonic() - started:.0f} s; it captures boundaries "
+                f"{' '.join(map(str, info['boundaries']))} and the final state",
+            )
+            yield url
+        finally:
+            stop(process)
+
+
+def wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + BOOT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=20.0).status_code == 200:
+                return dict(httpx.get(f"{url}/hashtap/info", timeout=20.0).raise_for_status().json())
+        except httpx.TransportError:
+            pass
+        time.sleep(0.25)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+    raise SystemExit(f"{tail}\nthe server did not come up (exit status {process.poll()}); the end of its log is above")
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """SIGTERM lets the server seal what it has; what is left of its process group after that is killed."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        say("server", f"did not stop within {STOP_S:.0f} s of SIGTERM; killed")
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def show_damage(captures: Path, copy: Path, samples: Path) -> None:
+    """Flip one bit in the middle of the largest shard of a copy: verify must name it and exit with 1."""
+    shutil.copytree(captures, copy)
+    shard = max(copy.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    place = shard.stat().st_size // 2
+    with shard.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    say("damage", f"one bit flipped at byte {place:,} of {shard.name}, in a copy; verify says:")
+    command = hashtap("verify", copy, "--samples", samples)
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print("".join(f"             {line}\n" for line in answer.stdout.splitlines()), end="")
+    if answer.returncode != 1 or shard.name not in answer.stdout:
+        raise SystemExit(f"verify did not name the damaged shard (exit status {answer.returncode})")
+    shutil.rmtree(copy)
+
+
+def hashtap(*arguments: object) -> list[str]:
+    """A command line of the installed program."""
+    return [sys.executable, "-m", "hashtap", *map(str, arguments)]
+
+
+def hashtap_json(*arguments: object) -> dict[str, Any]:
+    """What a command answers with ``--json``; ends the program when it fails."""
+    answer = subprocess.run(hashtap(*arguments, "--json"), stdout=subprocess.PIPE, text=True, check=False)
+    if answer.returncode != 0:
+        raise SystemExit(f"hashtap {arguments[0]} ended with status {answer.returncode}: {answer.stdout.strip()}")
+    return dict(json.loads(answer.stdout))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def say(step: str, text: str) -> None:
+    print(f"{step:>10}   {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

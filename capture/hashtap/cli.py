@@ -1,0 +1,191 @@
+"""The command line: ``hashtap extract``, ``verify``, ``show``.
+
+Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
+missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
+"""
+
+import asyncio
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hashtap import __version__
+from hashtap.errors import HashtapError, UsageError
+from hashtap.extract import Extraction, ExtractOptions
+from hashtap.progress import bar_or_lines
+from hashtap.reader import Reader
+from hashtap.samples import load_samples
+from hashtap.show import describe_capture, describe_directory, fact_lines, find_capture
+from hashtap.tally import Summary
+from hashtap.verify import verify
+
+__all__ = ["app", "run"]
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Capture the hidden states of a running SGLang server, matched to their prompts by hash.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+Epoch = Annotated[str | None, typer.Option(help="Captures of these weights only.", show_default=False)]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Capture directory.", show_default=False)]
+
+
+def run() -> None:
+    """Run the command line and exit; an error of hashtap's own is one line on standard error."""
+    try:
+        app()
+    except HashtapError as error:
+        print(f"hashtap: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"hashtap {__version__}")
+        raise typer.Exit
+
+
+@app.command("extract")
+def _extract(
+    samples: Annotated[
+        Path, typer.Argument(help='Samples, one {"input_ids": [...]} a line; also .zst.', show_default=False)
+    ],
+    server: Annotated[str, typer.Option(help="URL of the server.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The server's capture directory.", show_default=False)],
+    remote: Annotated[
+        bool,
+        typer.Option("--remote", help="The capture directory is not seen from here: --out keeps the manifest only."),
+    ] = False,
+    layers: Annotated[
+        str | None, typer.Option(help="Boundaries that the server must capture, e.g. 2,15,27.", show_default=False)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Prompts in flight.")] = 32,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="How long one attempt may take.")] = 600.0,
+    attempts: Annotated[int, typer.Option(min=1, help="How often a prompt is tried.")] = 5,
+    seal_wait_s: Annotated[
+        float, typer.Option(min=1, help="Send again what for so long was not sealed after its capture.")
+    ] = 120.0,
+    max_bad_fraction: Annotated[
+        float, typer.Option(min=0, max=1, help="Exit with 1 when a larger part of the samples was left out.")
+    ] = 0.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HASHTAP_API_KEY", help="The server's API key.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Send the samples that are not captured yet, wait until they are sealed."""
+    options = ExtractOptions(
+        server=server,
+        out=out,
+        remote=remote,
+        layers=_boundaries(layers),
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        attempts=attempts,
+        seal_wait_s=seal_wait_s,
+        api_key=api_key,
+    )
+    display = bar_or_lines(sys.stderr)
+    extraction = Extraction(samples, options, display)
+    trouble: HashtapError | None = None
+    code = 0
+    try:
+        asyncio.run(extraction.run())
+    except HashtapError as error:
+        trouble, code = error, error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    finally:
+        display.close()
+    summary = extraction.summary()
+    if code == 0 and summary.bad_fraction > max_bad_fraction:
+        code = 1
+    if as_json:
+        print(json.dumps({**asdict(summary), "tokens_per_s": summary.tokens_per_s, "exit_code": code}))
+    elif summary.samples:
+        for line in _summary_lines(summary, out):
+            print(line)
+    if summary.pending:
+        print(f"to capture the rest: {shlex.join(['hashtap', *sys.argv[1:]])}", file=sys.stderr)
+    if trouble is not None:
+        raise trouble
+    raise typer.Exit(code)
+
+
+@app.command("verify")
+def _verify(
+    directory: Directory,
+    samples: Annotated[Path | None, typer.Option(help="The samples that must be there.", show_default=False)] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Stored checksums, lengths and keys only.")] = False,
+    epoch: Epoch = None,
+    as_json: Json = False,
+) -> None:
+    """Check every record, and that every sample has one."""
+    file = load_samples(samples) if samples is not None else None
+    expected = ((sample.id, sample.token_ids, b"") for sample in file.samples) if file is not None else None
+    report = verify(directory, samples=expected, quick=quick, epoch=epoch)
+    unusable = file.bad if file is not None else []
+    if as_json:
+        print(json.dumps({**report.to_json(), "unusable": [asdict(bad) for bad in unusable]}))
+    else:
+        for problem in report.problems:
+            print(problem)
+        for bad in unusable:
+            print(f"unusable: line {bad.line} of {samples}: {bad.reason}: {bad.detail}")
+        print(report.summary())
+    raise typer.Exit(0 if report.ok and not unusable else 1)
+
+
+@app.command("show")
+def _show(
+    directory: Directory,
+    which: Annotated[
+        str | None, typer.Argument(metavar="[KEY|SAMPLE_ID]", help="One record.", show_default=False)
+    ] = None,
+    epoch: Epoch = None,
+    as_json: Json = False,
+) -> None:
+    """Describe a capture directory, or one record in it."""
+    reader = Reader(directory, epoch=epoch, strict=False)
+    facts = describe_directory(reader) if which is None else describe_capture(find_capture(reader, which))
+    for line in [json.dumps(facts)] if as_json else fact_lines(facts):
+        print(line)
+
+
+def _boundaries(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise UsageError(f"--layers {text!r} are no boundaries; give whole numbers like 2,15,27") from None
+
+
+def _summary_lines(summary: Summary, out: Path) -> list[str]:
+    lines = [f"{summary.captured:,}/{summary.samples:,} samples captured in {out}"]
+    if summary.already_captured:
+        lines[0] += f", {summary.already_captured:,} of them before this run"
+    lines += [f"  left out: {count:,} x {reason}" for reason, count in summary.left_out.items()]
+    if summary.left_out:
+        lines.append(f"  named in {out / 'quarantine.jsonl'}")
+    if summary.pending:
+        lines.append(f"  not captured yet: {summary.pending:,}")
+    ratio = f", ratio {summary.ratio:.3f}" if summary.ratio else ""
+    lines.append(
+        f"  {summary.tokens:,} tokens, {summary.raw_bytes / 1e9:.3f} GB of states{ratio}, "
+        f"{summary.sent:,} requests, {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
+    )
+    return lines

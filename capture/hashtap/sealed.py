@@ -1,0 +1,75 @@
+"""What is sealed, asked of the shards themselves or, without shared storage, of the server."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hashtap.client import ServerClient, ServerInfo
+from hashtap.errors import MismatchError
+from hashtap.reader import Reader
+
+__all__ = ["RemoteDirectory", "SealedKeys", "SharedDirectory"]
+
+
+class SealedKeys(Protocol):
+    """Answers which prompts are captured for good, under the run's epoch."""
+
+    async def among(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of ``keys`` that stand in sealed shards now."""
+
+    def ratio(self) -> float | None:
+        """Bytes of all states over bytes of the shard files, as of the last question; None when unknown."""
+
+    def damaged(self) -> list[str]:
+        """A line for each shard that cannot be used, as of the last question."""
+
+
+class SharedDirectory:
+    """Looks into the server's capture directory, which this machine can read too.
+
+    Raises:
+        UsageError: when ``path`` is no capture directory.
+        MismatchError: when it is not the one that the server writes to.
+    """
+
+    def __init__(self, path: Path, info: ServerInfo) -> None:
+        self._reader = Reader(path, epoch=info.epoch, strict=False)
+        self._lock = threading.Lock()  # a cancelled question still runs in its thread
+        uuid = self._reader.directory.uuid
+        if uuid != info.directory:
+            raise MismatchError(
+                f"--out {path} is the capture directory {uuid}, but the server writes to {info.directory} "
+                f"at {info.path}; give that directory, or --remote when this machine cannot see it"
+            )
+
+    async def among(self, keys: Sequence[bytes]) -> set[bytes]:
+        return await asyncio.to_thread(self._among, keys)
+
+    def ratio(self) -> float | None:
+        return self._reader.ratio
+
+    def damaged(self) -> list[str]:
+        return [f"{path.name} is left out: {error}" for path, error in self._reader.bad_shards.items()]
+
+    def _among(self, keys: Sequence[bytes]) -> set[bytes]:
+        with self._lock:
+            self._reader.refresh()
+            return self._reader.keys().intersection(keys)
+
+
+class RemoteDirectory:
+    """Asks the server, for a client that does not share its storage."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    async def among(self, keys: Sequence[bytes]) -> set[bytes]:
+        return await self._client.sealed(keys)
+
+    def ratio(self) -> float | None:
+        return None
+
+    def damaged(self) -> list[str]:
+        return []
