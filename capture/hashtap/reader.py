@@ -80,7 +80,7 @@ class Reader:
         return (Capture(self, entry) for entry in self._catalog.entries)
 
     def __contains__(self, key: bytes | str) -> bool:
-        return _as_key(key) in self._catalog.keys
+        return bool(self._catalog.of(_as_key(key)))
 
     def has(self, key: bytes, epoch: str) -> bool:
         """Whether the prompt was captured with these weights."""

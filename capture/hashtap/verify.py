@@ -59,14 +59,15 @@ def verify(
     _check_directory(reader, report)
     checker = _Checker(reader, report, wanted, salts)
     bad = {entry.key for entry in reader.entries if not checker.check(entry)}
-    for lost in reader.incomplete:
-        checker.report(lost.entry, "incomplete", lost.reason)
+    lost = {incomplete.entry.key for incomplete in reader.incomplete}
+    for incomplete in reader.incomplete:
+        checker.report(incomplete.entry, "incomplete", incomplete.reason)
     checker.check_rest()
     if samples is None:
         report.verified = sum(entry.key not in bad for entry in reader.entries)
     else:
         report.verified = sum(len(wanted[key]) for key in wanted.keys() & reader.keys() - bad)
-        for key in [key for key in wanted if key not in reader]:
+        for key in wanted.keys() - reader.keys() - lost:
             report.problems.append(Problem("missing", "it was not captured", key.hex(), tuple(wanted[key])))
     report.seconds = time.perf_counter() - started
     return report

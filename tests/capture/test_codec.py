@@ -1,0 +1,66 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zstandard
+
+from hashtap.codec import compress, decompress
+from hashtap.errors import FormatError
+
+
+def skewed(size: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).geometric(0.4, size).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [100, 4096, 131071, 131072, 131073, 1_000_003])
+def test_there_and_back(size: int) -> None:
+    plain = skewed(size)
+    coded = compress(plain)
+    assert coded is not None
+    assert len(coded) < 0.6 * size + 100
+    assert zstandard.get_frame_parameters(coded).content_size == size
+    assert (decompress(np.frombuffer(coded, np.uint8), size) == plain).all()
+
+
+def test_what_does_not_shrink_is_left_alone() -> None:
+    assert compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8)) is None
+    assert compress(np.array([7], np.uint8)) is None
+
+
+def test_any_zstd_reads_it() -> None:
+    plain = skewed(300_000)
+    coded = compress(plain)
+    assert coded is not None
+    assert zstandard.ZstdDecompressor().decompress(coded) == plain.tobytes()
+
+
+def test_each_thread_has_its_own_contexts() -> None:
+    sections = [skewed(200_000, seed) for seed in range(24)]
+
+    def there_and_back(section: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bool:
+        coded = compress(section)
+        assert coded is not None
+        return bool((decompress(np.frombuffer(coded, np.uint8), len(section)) == section).all())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(there_and_back, sections))
+
+
+def test_nothing_is_taken_but_one_whole_frame_of_the_right_size() -> None:
+    plain = skewed(10_000)
+    coded = compress(plain)
+    assert coded is not None
+    streamed = zstandard.ZstdCompressor().compressobj()
+    no_size = streamed.compress(plain.tobytes()) + streamed.flush()
+    bomb = bytearray(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
+    for bad in (coded[:-1], coded[:20], coded[:5], b"", coded + b"7 bytes", coded + coded, no_size, b"x" * 99, bomb):
+        with pytest.raises(FormatError, match="its zstd frame"):
+            decompress(np.frombuffer(bytes(bad), np.uint8), len(plain))
+
+
+def test_a_frame_that_claims_a_terabyte_is_not_believed() -> None:
+    # Magic, a descriptor with an 8-byte content size, that size, an empty last block.
+    claim = bytes.fromhex("28b52ffd e0") + (1 << 40).to_bytes(8, "little") + bytes.fromhex("010000")
+    assert zstandard.get_frame_parameters(claim).content_size == 1 << 40
+    with pytest.raises(FormatError, match="declares 1099511627776 bytes where 4096 belong"):
+        decompress(np.frombuffer(claim, np.uint8), 4096)
