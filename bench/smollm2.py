@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,9 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        build(unfinished)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers and torchvision warn when they are imported
+            build(unfinished)
         unfinished.chmod(0o755)
         unfinished.rename(target)
     except OSError:

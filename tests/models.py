@@ -41,18 +41,14 @@ BASE: dict[str, Any] = {
 
 def llama(*, plain: bool = False, layers: int = TINY_LAYERS, seed: int = 0) -> Path:
     """A tiny Llama: hidden 256, vocabulary 512, ``layers`` decoder layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     name = f"llama-{layers}x{seed}" + ("-plain" if plain else "")
-    return _build(name, lambda out: _grouped(out, LlamaConfig, LlamaForCausalLM, plain, layers, seed))
+    return _build(name, lambda out: _grouped(out, "Llama", plain, layers, seed))
 
 
 def qwen3(*, plain: bool = False) -> Path:
     """A tiny Qwen3: as :func:`llama`, with norms on queries and keys."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     name = "qwen3" + ("-plain" if plain else "")
-    return _build(name, lambda out: _grouped(out, Qwen3Config, Qwen3ForCausalLM, plain, TINY_LAYERS, 0))
+    return _build(name, lambda out: _grouped(out, "Qwen3", plain, TINY_LAYERS, 0))
 
 
 def kimi_k2() -> Path:
@@ -91,14 +87,16 @@ def _build(name: str, build: Callable[[Path], None]) -> Path:
     return build_once(_cache() / f"{name}-{RECIPE}", build)
 
 
-def _grouped(out: Path, config_class: Any, model_class: Any, plain: bool, layers: int, seed: int) -> None:
+def _grouped(out: Path, family: str, plain: bool, layers: int, seed: int) -> None:
+    import transformers
+
     rope = plain_rope_as_longrope(10000.0, HEAD_DIM, MAX_POSITIONS)
-    config = config_class(
+    config = getattr(transformers, f"{family}Config")(
         **BASE
         | {"num_key_value_heads": 2, "head_dim": HEAD_DIM, "num_hidden_layers": layers}
         | ({} if plain else {"rope_parameters": rope})
     )
-    _save(out, model_class, config, seed)
+    _save(out, getattr(transformers, f"{family}ForCausalLM"), config, seed)
 
 
 def _kimi_k2(out: Path) -> None:

@@ -1,0 +1,51 @@
+"""Real SGLang servers on the CPU, started once for all tests that want the same one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from bench.server import Server
+from tests import models
+from tests.server.waiting import wait_until
+
+from hashtap.identity import prompt_key
+from hashtap.reader import Capture, Reader
+
+CHUNK_TOKENS = 128
+COMMON_FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server, the model that it serves and the directory that it captures to."""
+
+    server: Server
+    model: Path
+    captures: Path
+    boundaries: tuple[int, ...]
+
+    def captured(self, *prompts: list[int], timeout_s: float = 30.0) -> list[Capture]:
+        """The captures of ``prompts``, as soon as all are sealed."""
+        reader = Reader(self.captures)
+
+        def all_sealed() -> bool:
+            reader.refresh()
+            return all(prompt_key(prompt) in reader for prompt in prompts)
+
+        wait_until(all_sealed, timeout_s, "the prompts to be sealed")
+        return [reader.by_token_ids(prompt) for prompt in prompts]
+
+
+def capture_flags(captures: Path, *boundaries: int) -> tuple[object, ...]:
+    """Flags that turn capture on, sealing early so that tests need not wait."""
+    layers = ("--capture-layers", *boundaries) if boundaries else ()
+    return ("--capture-dir", captures, "--capture-ring-gib", 0.125, "--capture-seal-after-s", 0.3, *layers)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A tiny Llama, boundaries 1, 4, 6, chunks of 128 tokens; most tests share it."""
+    captures, model = tmp_path_factory.mktemp("llama") / "captures", models.llama()
+    with Server(model, *COMMON_FLAGS, *capture_flags(captures, 1, 4, 6), threads=1) as server:
+        yield Served(server, model, captures, (1, 4, 6))

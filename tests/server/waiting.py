@@ -1,0 +1,15 @@
+"""Wait for something that another process does."""
+
+import time
+from collections.abc import Callable
+
+__all__ = ["wait_until"]
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until ``happened()``; fails after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.05)
