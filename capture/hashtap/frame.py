@@ -12,7 +12,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,7 @@ def store_frame(
     sums = frame[payload_end : payload_end + 8 * header.tokens]
     rest = frame[coded_end:payload_end]
     ids = np.ascontiguousarray(token_ids, "<i8").view(np.uint8)
-    return _assemble(frame[:HEADER_BYTES], frame[HEADER_BYTES:coded_end], [rest, sums, ids], codec)
+    return _assemble(frame[:HEADER_BYTES], header, frame[HEADER_BYTES:coded_end], [rest, sums, ids], codec)
 
 
 def store_table(table: Table, geometry: Geometry, codec: Codec) -> tuple[Header, Pieces]:
@@ -188,26 +188,36 @@ def store_table(table: Table, geometry: Geometry, codec: Codec) -> tuple[Header,
     fields["layers"], fields["hidden"] = geometry.layers, geometry.hidden
     fields["table"] = table_id(table)
     fields["self_check"] = header_check(fields.view(np.uint64))
-    return _assemble(fields.view(np.uint8), np.ascontiguousarray(table).reshape(-1), [], codec)
+    head = fields.view(np.uint8)
+    return _assemble(head, parse_header(head), np.ascontiguousarray(table).reshape(-1), [], codec)
 
 
-def _assemble(head: U8Array, section: U8Array, tail: Sequence[U8Array], codec: Codec) -> tuple[Header, Pieces]:
+def _assemble(
+    head: U8Array, header: Header, section: U8Array, tail: Sequence[U8Array], codec: Codec
+) -> tuple[Header, Pieces]:
+    """Complete a header for the sections that follow it."""
     coded = compress(section) if codec is Codec.ZSTD else None
     body = [section.data if coded is None else memoryview(coded), *(piece.data for piece in tail)]
     used = HEADER_BYTES + sum(len(piece) for piece in body)
     body.append(memoryview(bytes(-used % FRAME_ALIGN)))
-    fields = head.copy().view(HEADER)
+    raw = head.copy()
+    fields = raw.view(HEADER)[0]
     fields["coded_bytes"] = len(body[0])
     fields["codec"] = Codec.STORED if coded is None else Codec.ZSTD
     fields["stored_bytes"] = used + len(body[-1])
     fields["stored_sum"] = 0
-    raw = fields.view(np.uint8)
-    pieces = [raw.data, *body]
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
+    digest = xxhash.xxh3_64(raw.data)
+    for piece in body:
         digest.update(piece)
     fields["stored_sum"] = digest.intdigest()
-    return parse_header(raw), pieces
+    completed = replace(
+        header,
+        coded_bytes=len(body[0]),
+        codec=int(fields["codec"]),
+        stored_bytes=used + len(body[-1]),
+        stored_sum=digest.intdigest(),
+    )
+    return completed, [raw.data, *body]
 
 
 def stored_bytes_limit(geometry: Geometry, tokens: int) -> int:

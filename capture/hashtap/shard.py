@@ -35,6 +35,7 @@ __all__ = [
     "INDEX_COLUMNS",
     "MAX_FRAMES",
     "RECORD_COLUMNS",
+    "TRAILER_BYTES",
     "Shard",
     "ShardFacts",
     "encode_header",
@@ -51,6 +52,7 @@ RECORD_COLUMNS = (
     *("key0", "key1", "serial", "total_tokens", "proof0", "proof1"),
     *("shared_tokens", "donor_key0", "donor_key1", "salt_sum", "reserved0", "reserved1"),
 )
+TRAILER_BYTES = 16
 HEADER_LIMIT_BYTES = 1 << 20
 """The longest header; safetensors itself stops at 100 MB."""
 MAX_FRAMES = 1 << 20
@@ -198,7 +200,7 @@ def encode_header(facts: ShardFacts, frames_bytes: int, frames: int, records: in
         "frames": ("U8", [frames_bytes], frames_bytes),
         "index": ("U64", [frames, len(INDEX_COLUMNS)], frames * len(INDEX_COLUMNS) * 8),
         "records": ("U64", [records, len(RECORD_COLUMNS)], records * len(RECORD_COLUMNS) * 8),
-        "trailer": ("U64", [2], 16),
+        "trailer": ("U64", [2], TRAILER_BYTES),
     }
     header: dict[str, Any] = {"__metadata__": facts.to_metadata()}
     begin = 0
@@ -234,7 +236,7 @@ def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:
     digest.update(index)
     digest.update(records)
     value: int = digest.intdigest()
-    return value.to_bytes(16, "little")
+    return value.to_bytes(TRAILER_BYTES, "little")
 
 
 def read_shard(path: Path) -> Shard:
@@ -283,7 +285,7 @@ def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
         raise FormatError(f"it claims {frames} frames and {records} records in {frames_bytes} bytes of frames")
     index = _read(descriptor, frames_at + frames_bytes, index_end - frames_bytes)
     rows = _read(descriptor, frames_at + index_end, records_end - index_end)
-    if _read(descriptor, frames_at + records_end, 16) != trailer_words(head + text, index, rows):
+    if _read(descriptor, frames_at + records_end, TRAILER_BYTES) != trailer_words(head + text, index, rows):
         raise FormatError("its trailer is wrong: header, index or records were changed")
     shard = Shard(
         path=path,

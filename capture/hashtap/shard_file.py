@@ -16,7 +16,15 @@ import numpy as np
 
 from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
 from hashtap.frame import Header, Pieces
-from hashtap.shard import RECORD_COLUMNS, ShardFacts, encode_header, reserved_bytes, trailer_words
+from hashtap.shard import (
+    INDEX_COLUMNS,
+    RECORD_COLUMNS,
+    TRAILER_BYTES,
+    ShardFacts,
+    encode_header,
+    reserved_bytes,
+    trailer_words,
+)
 
 __all__ = ["ShardFile"]
 
@@ -79,11 +87,7 @@ class ShardFile:
         try:
             _write(self._descriptor, pieces)
         except OSError:
-            self._torn = True
-            end = self._reserved_bytes + self.frames_bytes
-            os.ftruncate(self._descriptor, end)
-            os.lseek(self._descriptor, end, os.SEEK_SET)
-            self._torn = False
+            self._cut()
             raise
         positions = header.first_position | header.tokens << 32
         kind = header.payload | header.codec << 8
@@ -127,6 +131,30 @@ class ShardFile:
             raise
         os.close(self._descriptor)
         return self._reserved_bytes + self.frames_bytes + len(tail)
+
+    def give_way(self) -> set[int]:
+        """Cut off the last frames, as many as make room for the tail on a full disk; returns the passes they are of.
+
+        Raises:
+            OSError: when they cannot be cut off.
+        """
+        index = np.array(self._index, np.uint64).reshape(-1, len(INDEX_COLUMNS))
+        tail_bytes = index.nbytes + self.frames * len(RECORD_COLUMNS) * 8 + TRAILER_BYTES
+        self.frames = int(np.searchsorted(index[:, 0] + index[:, 1], max(0, self.frames_bytes - tail_bytes), "right"))
+        lost = index[self.frames :]
+        self.frames_bytes -= int(lost[:, 1].sum())
+        self.rows -= int((lost[:, 4] >> np.uint64(32)).sum())
+        del self._index[self.frames * len(INDEX_COLUMNS) :]
+        self._cut()
+        return set(lost[:, 3].tolist())
+
+    def _cut(self) -> None:
+        """Cut the file off behind its last whole frame."""
+        self._torn = True
+        end = self._reserved_bytes + self.frames_bytes
+        os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, end, os.SEEK_SET)
+        self._torn = False
 
     def discard(self) -> None:
         """Close and remove the partial file; a failure to remove it is left at that."""

@@ -5,6 +5,7 @@ under one lock. A record is complete when its frames cover its prompt; it is lis
 went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -371,30 +372,53 @@ class Writer:
             while self._shards_ended != shard.number:
                 self._changed.wait()
             self._take_abandoned()
-            # A record fails after it was listed when an earlier shard with frames of it could not be sealed.
-            records = [record for record in self._listed.pop(shard.number) if not record.failed]
-            useful = bool(records) or not shard.serials.isdisjoint(self._open)
+            listed = self._listed.pop(shard.number)
+        sealed: list[Record] | None = None
         try:
-            if useful:
-                self._log_seal(shard, len(records), shard.seal([record.row() for record in records]))
-            else:
-                shard.discard()
+            try:
+                sealed = self._seal(shard, listed)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                with self._changed:
+                    self._disk_failed(f"cannot seal {shard.path}", error)
+                    self._lose(shard.give_way(), listed)
+                sealed = self._seal(shard, listed)
         except Exception as error:
             shard.discard()
             with self._changed:
                 self._disk_failed(f"cannot seal {shard.path}", error)
-                self._lose(shard, records)
-            useful, records = False, []
+                self._lose(shard.serials, listed)
         with self._changed:
-            self._counts["shards"] += useful
-            self._counts["records"] += len(records)
+            if sealed is not None:
+                self._counts["shards"] += 1
+                self._counts["records"] += len(sealed)
             self._shards_ended += 1
             self._changed.notify_all()
 
-    def _lose(self, shard: ShardFile, records: list[Record]) -> None:
-        """A shard is gone: so are its records, and those listed later that have frames in it."""
-        for record in [*records, *self._open.values(), *(r for listed in self._listed.values() for r in listed)]:
-            if record.serial in shard.serials:
+    def _seal(self, shard: ShardFile, listed: list[Record]) -> list[Record] | None:
+        """Seal a shard with those of ``listed`` that did not fail, and return them; None when it was discarded."""
+        with self._changed:
+            # A record fails after it was listed when an earlier shard with frames of it could not be sealed.
+            records = [record for record in listed if not record.failed]
+            # Frames in it may be of records that are still open, or that a later shard lists.
+            later = {record.serial for listed in self._listed.values() for record in listed if not record.failed}
+            useful = bool(records) or not shard.serials.isdisjoint(self._open.keys() | later)
+        if not useful:
+            shard.discard()
+            return None
+        file_bytes = shard.seal([record.row() for record in records])
+        took_s = max(time.monotonic() - shard.opened_at, 1e-3)
+        log.info(
+            "sealed %s: %d records, %d rows, ratio %.3f, %.1f MB/s",
+            *(shard.path, len(records), shard.rows, shard.raw_bytes / file_bytes, shard.raw_bytes / took_s / 1e6),
+        )
+        return records
+
+    def _lose(self, serials: set[int], listed: list[Record]) -> None:
+        """Frames of these passes are gone: so are their records, here, open or listed later. Holds the lock."""
+        for record in [*listed, *self._open.values(), *(r for later in self._listed.values() for r in later)]:
+            if record.serial in serials:
                 self._fail(record)
                 self._keys.discard(record.key)
 
@@ -403,10 +427,3 @@ class Writer:
         if not self._disk_fails:
             self._disk_fails = True
             log.error("%s: %s. Prompts are lost until this is mended; extract them again", what, error)
-
-    def _log_seal(self, shard: ShardFile, records: int, file_bytes: int) -> None:
-        took_s = max(time.monotonic() - shard.opened_at, 1e-3)
-        log.info(
-            "sealed %s: %d records, %d rows, ratio %.3f, %.1f MB/s",
-            *(shard.path, records, shard.rows, shard.raw_bytes / file_bytes, shard.raw_bytes / took_s / 1e6),
-        )

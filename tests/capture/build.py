@@ -97,6 +97,7 @@ class Host:
         )
         self.geometry = geometry
         self.table = table
+        self.known_tables = {} if table is None else {table_id(table): table}
         self.tables = TableBuilder(geometry, table_rows)
         self.released = 0
         self._lock = threading.Lock()
@@ -140,6 +141,7 @@ class Host:
         parts: Sequence[Part],
         *,
         consumed: Sequence[int] | None = None,
+        owner: Record | None = None,
         spoil: Callable[[npt.NDArray[np.uint8]], None] | None = None,
         wait: Callable[[], None] = lambda: None,
     ) -> None:
@@ -148,6 +150,7 @@ class Host:
         Args:
             parts: which rows of which records it computes.
             consumed: the ids that it really consumed, where they are not the records' own.
+            owner: the record that the frames are said to belong to, where it is not their own.
             spoil: is given the frames' bytes before they are sent.
             wait: what the writer waits by.
         """
@@ -178,7 +181,7 @@ class Host:
         )
         if spoil is not None:
             spoil(buffer)
-        by_serial = {record.serial: record for record, *_ in parts}
+        by_serial = {record.serial: owner or record for record, *_ in parts}
         sizes = plan.frame_bytes.tolist()
         frames = [(row[3], size, by_serial[row[5]]) for row, size in zip(plan.descriptors.tolist(), sizes, strict=True)]
 
@@ -199,6 +202,4 @@ class Host:
             self.released += 1
 
     def _by_id(self, identity: int) -> Table:
-        if self.table is not None and table_id(self.table) == identity:
-            return self.table
-        return self.tables.by_id(identity)
+        return self.known_tables[identity] if self.table is not None else self.tables.by_id(identity)

@@ -1,0 +1,586 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.capture.build import GEOMETRY, Host, facts, states_of
+
+from hashtap.errors import FormatError
+from hashtap.reader import Reader
+from hashtap.shard import read_shard
+from hashtap.shard_file import ShardFile
+from hashtap_kernels.layout import HEADER_BYTES, Dtype, Geometry
+
+PROMPTS = [list(range(n, 2 * n)) for n in (1, 2, 37, 255, 256, 257, 512, 900)]
+
+
+def assert_captured(path: Path, prompts: list[list[int]], geometry: Geometry = GEOMETRY) -> None:
+    reader = Reader(path)
+    assert len(reader) == len(prompts)
+    for ids in prompts:
+        capture = reader.by_token_ids(ids)
+        assert capture.token_ids.tolist() == ids
+        assert capture.hidden_states.tobytes() == states_of(ids, geometry).tobytes()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("codec", ["zstd", "none"])
+@pytest.mark.parametrize("chunk", [1 << 30, 256, 100])
+def test_what_is_sent_is_what_is_sealed(tmp_path: Path, chunk: int, codec: str, threads: int) -> None:
+    with Host(tmp_path, table_rows=700, threads=threads, codec=codec) as host:
+        host.capture(PROMPTS, chunk)
+    assert_captured(tmp_path, PROMPTS)
+    counters = host.writer.counters()
+    assert host.released == host.forwards
+    assert (counters["records"], counters["queue"], counters["waste_bytes"]) == (len(PROMPTS), 0, 0)
+    assert counters["rows"] == sum(map(len, PROMPTS))
+    assert counters["raw_bytes"] == counters["rows"] * GEOMETRY.row_bytes
+    assert counters["stored_bytes"] == sum(shard.frames_bytes for shard in Reader(tmp_path).shards)
+    assert counters["bad_frames"] == counters["failed_proofs"] == counters["write_errors"] == 0
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_every_element_type(tmp_path: Path, dtype: Dtype) -> None:
+    geometry = Geometry(3, 40, dtype)
+    with Host(tmp_path, geometry, table_rows=300) as host:
+        host.capture(PROMPTS[:6])
+        host.writer.drain()
+        host.capture(PROMPTS[6:])
+    assert_captured(tmp_path, PROMPTS, geometry)
+    planes = any((shard.index[:, 6] & np.uint64(0xFF) == 1).any() for shard in Reader(tmp_path).shards)
+    assert planes == (dtype in (Dtype.BF16, Dtype.FP16))
+
+
+def test_one_sample_of_many_chunks(tmp_path: Path) -> None:
+    ids = list(range(2561))
+    with Host(tmp_path) as host:
+        host.capture([ids], chunk=256)
+    assert_captured(tmp_path, [ids])
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 512, 1, 129])
+def test_lengths_around_a_chunk(tmp_path: Path, length: int) -> None:
+    with Host(tmp_path) as host:
+        host.capture([list(range(length))], chunk=128)
+    assert_captured(tmp_path, [list(range(length))])
+
+
+def test_a_record_spans_shards(tmp_path: Path) -> None:
+    with Host(tmp_path, shard_bytes=50_000) as host:
+        host.capture(PROMPTS, chunk=100)
+    reader = Reader(tmp_path)
+    assert len(reader.shards) > 10
+    assert_captured(tmp_path, PROMPTS)
+    spanning = reader.by_token_ids(PROMPTS[-1])
+    assert len({piece.shard.path for piece in reader.pieces(spanning._entry)}) > 1
+
+
+def test_each_shard_holds_the_table_that_it_needs(tmp_path: Path) -> None:
+    table = np.full((4, 72), 120, np.uint8)
+    with Host(tmp_path, table=table, shard_bytes=30_000) as host:
+        host.capture(PROMPTS)
+    shards = Reader(tmp_path).shards
+    assert len(shards) > 3
+    assert [np.count_nonzero(shard.index[:, 6] & np.uint64(0xFF) == 2) for shard in shards] == [1] * len(shards)
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_a_prompt_that_ends_in_what_looks_like_padding(tmp_path: Path) -> None:
+    prompts = [[5, 6, 0, 0, 0], list(range(60))]
+    with Host(tmp_path) as host:
+        host.capture(prompts)
+    assert_captured(tmp_path, prompts)
+
+
+def test_duplicates_are_counted_and_not_listed(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3], [1, 2, 3]])
+        host.writer.drain()
+        host.capture([[1, 2, 3], [1, 2, 4]])
+    assert_captured(tmp_path, [[1, 2, 3], [1, 2, 4]])
+    counters = host.writer.counters()
+    assert (counters["records"], counters["duplicates"]) == (2, 2)
+    assert counters["waste_bytes"] > 0
+    assert Reader(tmp_path).duplicates == []
+
+
+def test_the_same_prompt_under_other_weights_is_no_duplicate(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+        host.writer.drain()
+        host.writer.set_facts(facts(epoch="weights-2", writer=host.facts.writer))
+        host.capture([[1, 2, 3]])
+    assert host.writer.counters()["duplicates"] == 0
+    assert Reader(tmp_path).epochs == ["weights-1", "weights-2"]
+
+
+def test_no_record_crosses_a_change_of_weights(tmp_path: Path) -> None:
+    ids = list(range(40))
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 20)])
+        host.writer.drain()
+        host.writer.set_facts(facts(epoch="weights-2", writer=host.facts.writer))
+        host.forward([(record, states, 20, 20)])
+    assert len(Reader(tmp_path)) == 0
+    assert host.writer.counters()["waste_bytes"] > 0
+
+
+def test_tokens_that_the_forward_did_not_consume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Host(tmp_path) as host:
+        wrong, right = host.record([1, 2, 3]), host.record([4, 5])
+        parts = [(wrong, states_of([1, 2, 3]), 0, 3), (right, states_of([4, 5]), 0, 2)]
+        host.forward(parts, consumed=[1, 2, 7, 4, 5])
+    assert_captured(tmp_path, [[4, 5]])
+    assert host.writer.counters()["failed_proofs"] == 1
+    assert f"the prompt {wrong.key.hex()} is not stored: the forward consumed other tokens" in caplog.text
+
+
+def test_positions_that_the_forward_swapped(tmp_path: Path) -> None:
+    """Additive proofs still tell [1, 2, 3] from [2, 1, 3]: each token is mixed with its position."""
+    with Host(tmp_path) as host:
+        host.forward([(host.record([1, 2, 3]), states_of([1, 2, 3]), 0, 3)], consumed=[2, 1, 3])
+    assert host.writer.counters()["failed_proofs"] == 1
+
+
+@pytest.mark.parametrize(
+    "position", [0, 9, 20, 30, 41, HEADER_BYTES, HEADER_BYTES + 1000, HEADER_BYTES + 3 * GEOMETRY.row_bytes]
+)
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_byte_that_changed_on_the_way(
+    tmp_path: Path, planes: bool, position: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(buffer: npt.NDArray[np.uint8]) -> None:
+        buffer[position] ^= 0x10
+
+    table = np.full((4, 72), 120, np.uint8) if planes else None
+    with Host(tmp_path, table=table) as host:
+        record = host.record([1, 2, 3])
+        host.forward([(record, states_of([1, 2, 3]), 0, 3)], spoil=spoil)
+        host.capture([[4, 5]])
+    assert_captured(tmp_path, [[4, 5]])
+    counters = host.writer.counters()
+    assert (counters["bad_frames"], counters["records"], host.released) == (1, 1, 2)
+    assert f"the prompt {record.key.hex()} is not stored" in caplog.text
+
+
+def test_a_frame_of_another_pass(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        mine, other = host.record([1, 2, 3]), host.record([1, 2, 3])
+        host.forward([(mine, states_of([1, 2, 3]), 0, 3)], owner=other)
+    assert host.writer.counters()["bad_frames"] == 1
+    assert host.directory.shards() == []
+
+
+def test_rows_that_come_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ids = list(range(10))
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 5)])
+        host.forward([(record, states, 0, 5)])
+    assert len(Reader(tmp_path)) == 0
+    assert "some of its rows came twice" in caplog.text
+
+
+def test_the_writer_waits_for_the_bytes(tmp_path: Path) -> None:
+    """The copy takes its time; whoever reads too early finds the fill pattern."""
+    ids = list(range(300))
+    right: list[npt.NDArray[np.uint8]] = []
+    target: list[npt.NDArray[np.uint8]] = []
+
+    def not_yet(buffer: npt.NDArray[np.uint8]) -> None:
+        right.append(buffer.copy())
+        target.append(buffer)
+        buffer[:] = 0x5A
+
+    def land() -> None:
+        time.sleep(0.2)
+        target[0][:] = right[0]
+
+    with Host(tmp_path) as host:
+        host.forward([(host.record(ids), states_of(ids), 0, 300)], spoil=not_yet, wait=land)
+    assert_captured(tmp_path, [ids])
+
+
+def test_a_flight_that_does_not_arrive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with Host(tmp_path) as host:
+        host.forward([(host.record([1, 2]), states_of([1, 2]), 0, 2)], wait=fail)
+        host.capture([[4, 5]])
+    assert_captured(tmp_path, [[4, 5]])
+    assert (host.released, host.writer.counters()["bad_frames"]) == (2, 1)
+    assert "illegal memory access" in caplog.text
+
+
+def test_a_table_that_nobody_made(tmp_path: Path) -> None:
+    table = np.full((4, 72), 120, np.uint8)
+    with Host(tmp_path, table=table) as host:
+        host.known_tables.clear()
+        host.capture([[1, 2]])
+    assert host.writer.counters()["bad_frames"] == 1
+    assert host.directory.shards() == []
+
+
+def test_an_abandoned_pass_leaves_nothing_but_waste(tmp_path: Path) -> None:
+    ids = list(range(40))
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 20)])
+        host.writer.abandon(record.serial)
+        host.capture([ids])
+    assert_captured(tmp_path, [ids])
+    counters = host.writer.counters()
+    assert (counters["records"], counters["duplicates"]) == (1, 0)
+    assert host.writer._open == {}
+    assert not host.writer._abandoned
+    assert counters["waste_bytes"] > 0
+
+
+def test_abandoned_while_its_frames_are_under_way(tmp_path: Path) -> None:
+    ids = list(range(40))
+    landed = threading.Event()
+    with Host(tmp_path, threads=1) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 20)], wait=landed.wait)
+        host.writer.abandon(record.serial)
+        host.forward([(record, states, 20, 10)])
+        landed.set()
+    assert host.writer._open == {}
+    assert not host.writer._abandoned
+    assert host.directory.shards() == host.directory.partials() == []
+
+
+def test_an_abandoned_pass_makes_no_shard(tmp_path: Path) -> None:
+    ids = list(range(40))
+    with Host(tmp_path) as host:
+        record = host.record(ids)
+        host.forward([(record, states_of(ids), 0, 20)])
+        host.writer.abandon(record.serial)
+    assert host.directory.shards() == host.directory.partials() == []
+
+
+def test_a_pass_in_flight_keeps_its_first_shard(tmp_path: Path) -> None:
+    ids = list(range(40))
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 20)])
+        host.writer.drain()
+        assert len(host.directory.shards()) == 1
+        assert len(Reader(tmp_path)) == 0
+        host.forward([(record, states, 20, 20)])
+    assert_captured(tmp_path, [ids])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_no_shard_is_empty(tmp_path: Path, count: int) -> None:
+    """The size of a shard is that of two prompts."""
+    prompts = [[n] * 50 for n in range(count)]
+    with Host(tmp_path, codec="none", shard_bytes=2 * GEOMETRY.frame_bytes(50)) as host:
+        for ids in prompts:
+            host.capture([ids])
+    assert len(host.directory.shards()) == [0, 1, 1, 2][count]
+    assert host.directory.partials() == []
+    assert all(len(read_shard(path).records) for path in host.directory.shards())
+    assert_captured(tmp_path, prompts)
+
+
+def test_a_shard_is_sealed_when_no_rows_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hashtap")
+    with Host(tmp_path, seal_after_s=0.1) as host:
+        host.capture([[1, 2, 3]])
+        wait_for(lambda: bool(host.directory.shards()))
+        assert_captured(tmp_path, [[1, 2, 3]])
+        host.capture([[4, 5]])
+        wait_for(lambda: len(host.directory.shards()) == 2)
+    assert [line.split(": ")[1][:17] for line in caplog.messages] == ["1 records, 3 rows", "1 records, 2 rows"]
+
+
+def test_only_whole_files_are_ever_visible(tmp_path: Path) -> None:
+    stop = threading.Event()
+    seen: set[str] = set()
+
+    def poll(directory: Any) -> None:
+        while not stop.is_set():
+            for path in directory.shards():
+                read_shard(path)
+                seen.add(path.name)
+
+    with Host(tmp_path, shard_bytes=40_000) as host:
+        poller = threading.Thread(target=poll, args=[host.directory])
+        poller.start()
+        for start in range(0, 2000, 100):
+            host.capture([list(range(start, start + 200))])
+    stop.set()
+    poller.join()
+    assert len(seen) > 3
+
+
+def test_two_writers_share_a_directory(tmp_path: Path) -> None:
+    with Host(tmp_path, shard_bytes=40_000) as one, Host(tmp_path, shard_bytes=40_000) as two:
+        one.capture(PROMPTS[::2])
+        two.capture(PROMPTS[1::2])
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_a_closed_writer_gives_memory_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(tmp_path)
+    host.writer.close()
+    host.writer.close()
+    host.capture([[1, 2]])
+    assert host.released == 1
+    assert "after the writer was closed" in caplog.text
+    assert host.directory.shards() == []
+
+
+# Disks.
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A disk that takes so many more bytes, then is full: the last write is a short one."""
+    left = [1 << 60]
+    writev, truncate = os.writev, os.ftruncate
+
+    def limited(descriptor: int, pieces: list[memoryview]) -> int:
+        data = b"".join(pieces)[: left[0]]
+        if not data:
+            raise OSError(28, "No space left on device")
+        left[0] -= len(data)
+        return writev(descriptor, [data])
+
+    def cut(descriptor: int, end: int) -> None:
+        left[0] += os.fstat(descriptor).st_size - end
+        truncate(descriptor, end)
+
+    monkeypatch.setattr("os.writev", limited)
+    monkeypatch.setattr("os.ftruncate", cut)
+    return lambda count: left.__setitem__(0, count)
+
+
+def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev = os.writev
+    monkeypatch.setattr("os.writev", lambda fd, pieces: writev(fd, [b"".join(pieces)[:1000]]))
+    with Host(tmp_path) as host:
+        host.capture(PROMPTS[:5])
+    assert_captured(tmp_path, PROMPTS[:5])
+
+
+def test_a_full_disk_loses_only_what_it_hit(
+    tmp_path: Path, full: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Host(tmp_path, threads=1) as host:
+        host.capture([[1] * 100])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(10_000)
+        for n in range(2, 8):
+            host.capture([[n] * 100])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(1 << 60)
+        host.capture([[8] * 100])
+    counters = host.writer.counters()
+    assert (counters["records"], counters["write_errors"] >= 6, host.released) == (2, True, 8)
+    assert_captured(tmp_path, [[1] * 100, [8] * 100])
+    assert host.directory.partials() == []
+    assert len([line for line in caplog.messages if "No space left" in line]) == 1
+
+
+def test_a_full_disk_at_the_seal(tmp_path: Path, full: Callable[[int], None]) -> None:
+    """The last frames give way to the index; the rest is kept."""
+    with Host(tmp_path, threads=1) as host:
+        host.capture([[n] * 100 for n in range(20)])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(0)
+        host.writer.drain()
+        assert_captured(tmp_path, [[n] * 100 for n in range(19)])
+        full(1 << 60)
+        host.capture([[19] * 100])
+    assert_captured(tmp_path, [[n] * 100 for n in range(20)])
+    counters = host.writer.counters()
+    assert (counters["write_errors"], counters["duplicates"], counters["records"]) == (1, 0, 20)
+
+
+def test_a_disk_too_full_for_any_shard(tmp_path: Path, full: Callable[[int], None]) -> None:
+    with Host(tmp_path, threads=1) as host:
+        host.capture([[1]])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(0)
+        host.writer.drain()
+        assert host.directory.shards() == host.directory.partials() == []
+        full(1 << 60)
+        host.capture([[1]])
+    assert_captured(tmp_path, [[1]])
+    assert host.writer.counters()["duplicates"] == 0
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "os.lseek", "pathlib.Path.rename"])
+def test_a_step_of_sealing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+        with monkeypatch.context() as patch:
+            patch.setattr(step, fail)
+            host.writer.drain()
+        assert host.directory.shards() == host.directory.partials() == []
+        host.capture([[1, 2, 3]])
+    assert_captured(tmp_path, [[1, 2, 3]])
+
+
+def test_the_directory_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+        with monkeypatch.context() as patch:
+            patch.setattr("hashtap.shard_file._sync_directory", fail)
+            host.writer.drain()
+        assert host.directory.shards() == host.directory.partials() == []
+        host.capture([[1, 2, 3]])
+    assert_captured(tmp_path, [[1, 2, 3]])
+
+
+def test_a_record_goes_with_its_first_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second half is in a later shard, where it would be listed."""
+    ids = list(range(40))
+    seal = ShardFile.seal
+
+    def fail_the_first(shard: ShardFile, records: Any) -> int:
+        if shard.number == 0:
+            raise OSError(5, "Input/output error")
+        return seal(shard, records)
+
+    monkeypatch.setattr(ShardFile, "seal", fail_the_first)
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 20)])
+        host.writer.drain()
+        host.forward([(record, states, 20, 20), (host.record([7]), states_of([7]), 0, 1)])
+    assert_captured(tmp_path, [[7]])
+    assert Reader(tmp_path).incomplete == []
+
+
+def test_a_torn_frame_that_cannot_be_cut_off(
+    tmp_path: Path, full: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with Host(tmp_path, threads=1) as host:
+        host.capture([[1] * 100])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(5000)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.ftruncate", fail)
+            host.capture([[2] * 100])
+            wait_for(lambda: host.writer.counters()["queue"] == 0)
+        full(1 << 60)
+        host.writer.drain()
+        assert host.directory.shards() == host.directory.partials() == []
+        host.capture([[1] * 100, [2] * 100])
+    assert_captured(tmp_path, [[1] * 100, [2] * 100])
+
+
+def test_a_directory_that_went_away(tmp_path: Path) -> None:
+    path = tmp_path / "captures"
+    with Host(path) as host:
+        (path / "hashtap.json").unlink()
+        path.rmdir()
+        host.capture([[1, 2, 3]])
+        wait_for(lambda: host.writer.counters()["write_errors"] == 1)
+        path.mkdir()
+        host.capture([[1, 2, 3]])
+    assert host.writer.counters()["records"] == 1
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    with Host(tmp_path, changes={"writer": "a" * 32}) as host:
+        host.capture([[1, 2, 3]])
+    before = host.directory.shards()[0].read_bytes()
+    with Host(tmp_path, changes={"writer": "a" * 32}) as other:
+        other.capture([[4, 5]])
+    assert other.writer.counters()["write_errors"] == 1
+    assert host.directory.shards()[0].read_bytes() == before
+
+
+# The end of the process.
+
+_CHILD = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+from tests.capture.build import Host
+
+def run(path, end):
+    host = Host(Path(path))
+    host.capture([[1, 2, 3], list(range(700))])
+    if end == "kill":
+        while host.writer.counters()["queue"]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    path, end = sys.argv[1:]
+    if end == "child":
+        process = multiprocessing.get_context("fork").Process(target=run, args=(path, "return"))
+        process.start()
+        process.join()
+    else:
+        run(path, end)
+"""
+
+
+def run_child(path: Path, end: str) -> int:
+    root = Path(__file__).parent.parent.parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    return subprocess.run([sys.executable, "-c", _CHILD, str(path), end], env=env, timeout=60).returncode
+
+
+@pytest.mark.parametrize("end", ["return", "child"])
+def test_a_process_that_ends_without_closing_seals(tmp_path: Path, end: str) -> None:
+    assert run_child(tmp_path, end) == 0
+    assert_captured(tmp_path, [[1, 2, 3], list(range(700))])
+
+
+def test_a_killed_process_leaves_a_partial_that_nobody_reads(tmp_path: Path) -> None:
+    assert run_child(tmp_path, "kill") == -signal.SIGKILL
+    reader = Reader(tmp_path)
+    assert len(reader) == 0
+    (partial,) = reader.directory.partials()
+    with pytest.raises(FormatError, match="its writer did not finish"):
+        read_shard(partial)
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+    assert_captured(tmp_path, [[1, 2, 3]])
+    assert host.directory.partials() == [partial]
+
+
+def test_a_forked_child_leaves_the_shard_alone(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        pid = os.fork()
+        if pid == 0:
+            host.writer.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(host.directory.partials()) == 1
+    assert_captured(tmp_path, [[1, 2, 3]])
