@@ -17,13 +17,14 @@ from .layout import FRAME_VERSION, HEADER_BYTES, Dtype, Geometry, Payload
 from .plan import FramePlan
 from .proof import table_id
 
-__all__ = ["Gather", "compile_constants", "gather"]
+__all__ = ["NUM_WARPS", "Gather", "compile_constants", "control_words", "gather"]
 
 U8Array = npt.NDArray[np.uint8]
 I64Array = npt.NDArray[np.int64]
 
 NUM_WARPS = 4
-_PROGRAMS_PER_PROCESSOR = 4
+# Many more than can be resident at once, so that the last of them to finish leave no gap.
+_PROGRAMS_PER_PROCESSOR = 32
 # Words that one program loads at once: 8 loads of 16 bytes in flight in each of its 128 threads.
 _TILE_WORDS = 2048
 
@@ -42,8 +43,35 @@ def compile_constants(geometry: Geometry, payload: Payload) -> dict[str, Any]:
         ),
         "PLANES": payload == Payload.PLANES,
         "SOURCE_ALIGN": row_alignment(geometry),
-        "BW": min(max(512, _TILE_WORDS // layers_padded), triton.next_power_of_2(row_words)),
+        "BW": min(_TILE_WORDS // layers_padded, triton.next_power_of_2(row_words)),
     }
+
+
+def control_words(
+    sources: Sequence[torch.Tensor],
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    plan: FramePlan,
+    *,
+    seed: tuple[int, int],
+    table_id: int,
+    forward: int,
+) -> I64Array:
+    """The control array of one launch, int64 ``[DESCRIPTORS + F x COLUMNS]``: see ``gather_kernel``."""
+    words = np.zeros(kernel.DESCRIPTORS.value + plan.descriptors.size, np.int64)
+    bits = words.view(np.uint64)
+    words[kernel.FRAMES.value] = len(plan)
+    words[kernel.ROWS.value] = plan.rows
+    bits[kernel.SEED0.value], bits[kernel.SEED1.value] = seed
+    bits[kernel.TABLE.value] = table_id
+    bits[kernel.FORWARD.value] = forward
+    words[kernel.INPUT_IDS.value] = input_ids.data_ptr()
+    words[kernel.POSITIONS.value] = positions.data_ptr()
+    for layer, source in enumerate(sources):
+        words[kernel.SOURCES.value + layer] = source.data_ptr()
+        words[kernel.STRIDES.value + layer] = source.stride(0) * source.element_size() // 8
+    words[kernel.DESCRIPTORS.value :] = plan.descriptors.reshape(-1)
+    return words
 
 
 class Gather:
@@ -60,7 +88,7 @@ class Gather:
             geometry: L, H and dtype of every batch.
             device: where the sources lie: a GPU, or the CPU when Triton interprets its kernels.
             max_frames: most frames of one launch.
-            programs: most programs of one launch; 0 for four on each of the GPU's processors.
+            programs: most programs of one launch; 0 for 32 on each of the GPU's processors.
             uploads: launches that may be under way before the host has to wait for the first of them.
 
         Raises:
@@ -124,20 +152,15 @@ class Gather:
             raise ValueError(f"{len(plan)} frames: this gather was made for at most {self.max_frames} a launch")
         if not plan.rows:
             return
-        words = np.zeros(kernel.DESCRIPTORS.value + plan.descriptors.size, np.int64)
-        bits = words.view(np.uint64)
-        words[kernel.FRAMES.value] = len(plan)
-        words[kernel.ROWS.value] = plan.rows
-        bits[kernel.SEED0.value], bits[kernel.SEED1.value] = seed
-        bits[kernel.TABLE.value] = self._table_id
-        bits[kernel.FORWARD.value] = forward
-        words[kernel.INPUT_IDS.value] = input_ids.data_ptr()
-        words[kernel.POSITIONS.value] = positions.data_ptr()
-        element_bytes = self.geometry.dtype.element_bytes
-        for layer, source in enumerate(sources):
-            words[kernel.SOURCES.value + layer] = source.data_ptr()
-            words[kernel.STRIDES.value + layer] = source.stride(0) * element_bytes // 8
-        words[kernel.DESCRIPTORS.value :] = plan.descriptors.reshape(-1)
+        words = control_words(
+            sources,
+            input_ids,
+            positions,
+            plan,
+            seed=seed,
+            table_id=self._table_id,
+            forward=forward,
+        )
         self._control.upload(words)
         self._run(Payload.PLANES if self._table_id else Payload.RAW, out, min(plan.rows, self._programs))
 

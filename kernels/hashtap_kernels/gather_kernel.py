@@ -158,7 +158,7 @@ def gather_kernel(
         payload = out + tl.multiple_of(tl.load(descriptor + D_OFFSET), 16) + HEADER_BYTES
         values = tl.multiple_of(source + (tl.load(descriptor + D_ROW) + i) * stride, SOURCE_ALIGN)
         sums = tl.zeros((LP, BW), tl.uint64)
-        for start in tl.static_range(0, W, BW):
+        for start in range(0, W, BW):
             word = start + tl.arange(0, BW)
             inside = is_layer[:, None] & (word < W)[None, :]
             at = layer[:, None] * W + word[None, :]

@@ -32,7 +32,7 @@ def restore_kernel(
         exponent_row = tl.multiple_of(exponents + row * W, PLANE_ALIGN)
         rest_row = tl.multiple_of(rests + row * W, PLANE_ALIGN)
         out_row = tl.multiple_of(out + row * W, 16)
-        for start in tl.static_range(0, W, BW):
+        for start in range(0, W, BW):
             group = start + tl.arange(0, BW)
             inside = group < W
             centred = tl.load(exponent_row + group, mask=inside, other=0)
