@@ -6,34 +6,29 @@ the samples. They are extracted over HTTP and verified, then one byte is flipped
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.server import Server, ServerFailed  # noqa: E402
 from bench.smollm2 import make_smollm2  # noqa: E402
 
 CHUNK_TOKENS = 512
 IN_FLIGHT = 16
-BOOT_S = 300.0
-STOP_S = 90.0
+# Little memory is enough: SGLang would take most of the machine's for its cache.
+SERVER_FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 32768, "--capture-ring-gib", 0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +60,8 @@ def main() -> None:
         run(model, work, SHORT if options.short else FULL)
         look = f"; look around: hashtap show {work / 'captures'}" if options.keep else ""
         say("done", f"in {time.monotonic() - started:.0f} s{look}")
+    except ServerFailed as error:
+        raise SystemExit(str(error)) from None
     finally:
         if not options.keep:
             shutil.rmtree(work, ignore_errors=True)
@@ -74,8 +71,16 @@ def run(model: Path, work: Path, size: Size) -> None:
     """Capture, verify and damage; ends the program when anything is not as it must be."""
     captures, samples = work / "captures", work / "samples.jsonl"
     write_samples(samples, model, size)
-    with server(model, captures, work / "server.log") as url:
-        extracted = hashtap_json("extract", samples, "--server", url, "--out", captures, "--concurrency", IN_FLIGHT)
+    started = time.monotonic()
+    # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
+    asleep = {"OMP_WAIT_POLICY": "PASSIVE"}
+    with Server(model, "--capture-dir", captures, *SERVER_FLAGS, environment=asleep, log=work / "server.log") as server:
+        info = server.get("/hashtap/info")
+        layers = " ".join(map(str, info["boundaries"]))
+        ready_s = time.monotonic() - started
+        say("server", f"SGLang {info['sglang']}, ready after {ready_s:.0f} s; boundaries {layers} and the final state")
+        command = ["extract", samples, "--server", server.url, "--out", captures, "--concurrency", IN_FLIGHT]
+        extracted = hashtap_json(*command)
     total = size.short_ones + size.long_ones + size.repeated
     stored = sum(path.stat().st_size for path in captures.glob("*.safetensors"))
     say(
@@ -123,62 +128,6 @@ def tokens_of_the_standard_library(model: Path, count: int) -> list[int]:
     return ids[:count]
 
 
-@contextmanager
-def server(model: Path, captures: Path, log: Path) -> Iterator[str]:
-    """A real SGLang server that captures into ``captures``; stopped in order, so that it seals, whatever happens."""
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"]
-    command += ["--port", port, "--capture-dir", captures, "--chunked-prefill-size", CHUNK_TOKENS]
-    # SGLang imports a module named "kernels": start where no folder of that name is.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 2), "TRANSFORMERS_OFFLINE": "1"}
-    started = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=log.parent,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            info = wait_until_ready(url, process, log)
-            say(
-                "server",
-                f"SGLang {info['sglang']} ready after {time.monotonic() - started:.0f} s; it captures boundaries "
-                f"{' '.join(map(str, info['boundaries']))} and the final state",
-            )
-            yield url
-        finally:
-            stop(process)
-
-
-def wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + BOOT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=20.0).status_code == 200:
-                return dict(httpx.get(f"{url}/hashtap/info", timeout=20.0).raise_for_status().json())
-        except httpx.TransportError:
-            pass
-        time.sleep(0.25)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-    raise SystemExit(f"{tail}\nthe server did not come up (exit status {process.poll()}); the end of its log is above")
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """SIGTERM lets the server seal what it has; what is left of its process group after that is killed."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        say("server", f"did not stop within {STOP_S:.0f} s of SIGTERM; killed")
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def show_damage(captures: Path, copy: Path, samples: Path) -> None:
     """Flip one bit in the middle of the largest shard of a copy: verify must name it and exit with 1."""
     shutil.copytree(captures, copy)
@@ -209,11 +158,6 @@ def hashtap_json(*arguments: object) -> dict[str, Any]:
     if answer.returncode != 0:
         raise SystemExit(f"hashtap {arguments[0]} ended with status {answer.returncode}: {answer.stdout.strip()}")
     return dict(json.loads(answer.stdout))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def say(step: str, text: str) -> None:

@@ -185,7 +185,11 @@ def _summary_lines(summary: Summary, out: Path) -> list[str]:
         lines.append(f"  not captured yet: {summary.pending:,}")
     ratio = f", ratio {summary.ratio:.3f}" if summary.ratio else ""
     lines.append(
-        f"  {summary.tokens:,} tokens, {summary.raw_bytes / 1e9:.3f} GB of states{ratio}, "
+        f"  {summary.tokens:,} tokens, {_size(summary.raw_bytes)} of states{ratio}, "
         f"{summary.sent:,} requests, {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
     )
     return lines
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

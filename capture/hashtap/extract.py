@@ -27,6 +27,7 @@ __all__ = ["ExtractOptions", "Extraction"]
 RESENDS = 2
 POLL_S = 0.5
 LOOK_EVERY_S = 10.0
+ASK_EVERY_S = 5.0
 LOST_GRACE_S = 10.0
 MAX_BACKOFF_S = 30.0
 
@@ -185,24 +186,24 @@ class _Run:
         """Wait while acknowledged prompts are sealed; returns the rest when no more come."""
         self._tally.phase = "sealing"
         acknowledged = self._tally.acknowledged
-        deadline_s = time.monotonic() + self._options.seal_wait_s
         lost: ServerLost | None = None
+        news_at_s = asked_at_s = time.monotonic()
         while acknowledged:
             waiting = len(acknowledged)
             try:
                 await self._look()
-                if acknowledged and lost is None:
+                if acknowledged and lost is None and time.monotonic() - asked_at_s > ASK_EVERY_S:
+                    asked_at_s = time.monotonic()
                     await self._client.info()
             except ServerLost as error:
-                # A server that is being stopped in order still seals what it has.
                 if lost is None:
-                    lost, deadline_s = error, time.monotonic() + LOST_GRACE_S
-            if len(acknowledged) < waiting and lost is None:
-                deadline_s = time.monotonic() + self._options.seal_wait_s
-            elif acknowledged and time.monotonic() > deadline_s:
+                    lost, news_at_s = error, time.monotonic()
+            if len(acknowledged) < waiting:
+                news_at_s = time.monotonic()
+            # A server that is being stopped in order still seals what it has.
+            elif time.monotonic() - news_at_s > (LOST_GRACE_S if lost else self._options.seal_wait_s):
                 break
-            if acknowledged:
-                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
         if acknowledged and lost is not None:
             raise lost
         return list(acknowledged.values())

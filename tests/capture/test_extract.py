@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hashtap.extract.POLL_S", 0.05)
+    for name, seconds in (("POLL_S", 0.05), ("ASK_EVERY_S", 0.2)):
+        monkeypatch.setattr(f"hashtap.extract.{name}", seconds)
 
 
 class Log:

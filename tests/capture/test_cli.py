@@ -1,0 +1,278 @@
+"""The command line: answers, exit codes, and one clear line for every kind of bad input."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.capture.peer import Answer, Peer
+from tests.capture.test_extract import ROOT, free_port, prompts, write
+
+from hashtap.__main__ import main
+from hashtap.directory import CaptureDirectory
+from hashtap.identity import prompt_key
+
+Hashtap = Callable[..., tuple[int, str, str]]
+Captured = tuple[Path, Path, list[list[int]]]
+
+
+@pytest.fixture
+def hashtap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hashtap:
+    """Runs a command line in this process: exit code, standard output, standard error."""
+    monkeypatch.setattr("hashtap.extract.POLL_S", 0.05)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hashtap", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        code = ending.value.code or 0
+        assert isinstance(code, int), "a text as exit code would be printed by Python"
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    """A capture directory with 12 samples of 11 prompts, its sample file and the prompts."""
+    home = tmp_path_factory.mktemp("captured")
+    wanted = prompts(11)
+    samples = write(home / "s.jsonl", [*wanted, wanted[4]])
+    with Peer(home / "captures") as peer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys, "argv", ["hashtap", "extract", str(samples), "--server", peer.url, "--out", str(peer.directory)]
+        )
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 0
+    return home / "captures", samples, wanted
+
+
+def only_line(text: str) -> str:
+    """The one line that an error is allowed."""
+    (line,) = text.splitlines()
+    assert "Traceback" not in line
+    return line
+
+
+def test_extract_prints_what_was_captured(tmp_path: Path, hashtap: Hashtap) -> None:
+    samples = write(tmp_path / "s.jsonl", [*prompts(7), [], [5000]])
+    with Peer(tmp_path / "captures") as peer:
+        code, out, err = hashtap("extract", samples, "--server", peer.url, "--out", peer.directory)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0] == f"7/9 samples captured in {peer.directory}"
+    assert lines[1:4] == [
+        "  left out: 1 x empty prompt",
+        "  left out: 1 x out of vocabulary",
+        f"  named in {peer.directory}/quarantine.jsonl",
+    ]
+    assert re.fullmatch(r"  [\d,]+ tokens, 0\.\d MB of states, ratio 0\.\d{3}, 7 requests, .* tokens/s", lines[4])
+    assert err.splitlines() == [
+        f"left out before sending: 1 of 9 lines, {r}" for r in ("empty prompt", "out of vocabulary")
+    ]
+
+
+@pytest.mark.parametrize(("fraction", "code"), [("0.5", 0), ("0.3", 0), ("0.29", 1)])
+def test_a_share_of_bad_samples_can_be_allowed(tmp_path: Path, hashtap: Hashtap, fraction: str, code: int) -> None:
+    samples = write(tmp_path / "s.jsonl", [*prompts(7), *[[]] * 3])
+    with Peer(tmp_path / "captures") as peer:
+        command = ["extract", samples, "--server", peer.url, "--out", peer.directory, "--max-bad-fraction", fraction]
+        assert hashtap(*command, "--json")[0] == code
+
+
+def test_extract_answers_in_json(tmp_path: Path, hashtap: Hashtap) -> None:
+    samples = write(tmp_path / "s.jsonl", wanted := prompts(5))
+    with Peer(tmp_path / "captures") as peer:
+        command = ["extract", samples, "--server", peer.url, "--out", peer.directory, "--layers", "2,4,5", "--json"]
+        first, again = json.loads(hashtap(*command)[1]), json.loads(hashtap(*command)[1])
+    assert (first["captured"], first["sent"], first["exit_code"]) == (5, 5, 0)
+    assert first["tokens"] == sum(map(len, wanted))
+    assert first["ratio"] > 0
+    assert (again["captured"], again["already_captured"], again["sent"]) == (5, 5, 0)
+
+
+def test_a_lost_server_ends_with_3_and_says_how_to_go_on(tmp_path: Path, hashtap: Hashtap) -> None:
+    samples = write(tmp_path / "s.jsonl", prompts(40))
+
+    def trouble(attempt: int, body: dict[str, Any]) -> Answer:
+        if len(peer.received) == 10:
+            peer.close_soon(0.0)
+        return 30.0 if len(peer.received) >= 10 else None
+
+    with Peer(tmp_path / "captures", trouble=trouble) as peer:
+        command = ["extract", samples, "--server", peer.url, "--out", peer.directory, "--attempts", 1, "--timeout-s", 3]
+        code, out, err = hashtap(*command, "--concurrency", 1)
+    assert code == 3
+    assert "9/40 samples captured" in out
+    assert "  left out: 20 x not captured" in out
+    assert "  not captured yet: 11" in out
+    resume, error = err.splitlines()[-2:]
+    assert resume == "to capture the rest: hashtap " + " ".join(map(str, [*command, "--concurrency", 1]))
+    assert error.startswith("hashtap: stopped: 20 samples failed in a row, the last with: ")
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    samples = write(tmp_path / "s.jsonl", prompts(60))
+    options: dict[str, Any] = {"capture_seal_after_s": 0.05}
+    with Peer(tmp_path / "captures", trouble=lambda attempt, body: 0.4, options=options) as peer:
+        command = [sys.executable, "-m", "hashtap", "extract", str(samples), "--server", peer.url]
+        command += ["--out", str(peer.directory), "--concurrency", "4"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        while len(peer.received) < 20:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    done = re.search(r"^(\d+)/60 samples captured", out, re.MULTILINE)
+    assert done is not None
+    assert 1 <= int(done[1]) < 60
+    assert only_line(err).startswith("to capture the rest: hashtap extract ")
+
+
+def test_verify_counts_and_names(captured: Captured, tmp_path: Path, hashtap: Hashtap) -> None:
+    captures, samples, wanted = captured
+    code, out, _ = hashtap("verify", captures)
+    assert (code, "11/11 verified" in out) == (0, True)
+    code, out, _ = hashtap("verify", captures, "--samples", samples)
+    assert (code, "12/12 verified" in out) == (0, True)
+    code, out, _ = hashtap("verify", captures, "--samples", samples, "--quick", "--json")
+    assert (code, json.loads(out)["verified"]) == (0, 12)
+
+    more = write(tmp_path / "more.jsonl", [*wanted, [999, 998], []])
+    code, out, _ = hashtap("verify", captures, "--samples", more)
+    assert code == 1
+    missing, unusable, summary = out.splitlines()
+    assert missing.startswith("missing: ")
+    assert "s-12" in missing
+    assert unusable == f"unusable: line 13 of {more}: empty prompt: input_ids has no token"
+    assert "11/12 verified" in summary
+
+
+def test_verify_names_a_flipped_bit(captured: Captured, tmp_path: Path, hashtap: Hashtap) -> None:
+    source, samples, _ = captured
+    captures = tmp_path / "copy"
+    captures.mkdir()
+    for path in source.iterdir():
+        (captures / path.name).write_bytes(path.read_bytes())
+    shard = next(captures.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = hashtap("verify", captures, "--samples", samples)
+    assert code == 1
+    assert shard.name in out
+    assert "12/12" not in out
+
+
+def test_show_describes_a_directory(captured: Captured, hashtap: Hashtap) -> None:
+    captures, _, wanted = captured
+    code, out, _ = hashtap("show", captures)
+    facts = dict(re.split(r"\s{3,}", line, maxsplit=1) for line in out.splitlines())
+    assert code == 0
+    assert (facts["records"], facts["samples named"], facts["model"]) == ("11", "12", "peer")
+    assert facts["rows"] == f"{sum(map(len, wanted)):,}"
+    assert out.count("boundary") == 3
+    as_json = json.loads(hashtap("show", captures, "--json")[1])
+    assert (as_json["duplicates"], as_json["damaged shards"], as_json["incomplete"]) == (0, [], [])
+
+
+@pytest.mark.parametrize("by_key", [True, False], ids=["key", "sample id"])
+def test_show_describes_a_record(captured: Captured, hashtap: Hashtap, by_key: bool) -> None:
+    captures, _, wanted = captured
+    key = prompt_key(wanted[4]).hex()
+    code, out, _ = hashtap("show", captures, key if by_key else "s-12", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["key"], facts["samples"], facts["tokens"]) == (key, ["s-5", "s-12"], len(wanted[4]))
+    assert facts["token ids"].startswith(" ".join(map(str, wanted[4][:12])))
+    assert re.fullmatch(r"mean norm \d+\.\d+, first values( -?[\d.e-]+){4} …", facts["boundary 2"])
+
+
+def test_show_of_an_empty_directory(tmp_path: Path, hashtap: Hashtap) -> None:
+    CaptureDirectory.create(tmp_path)
+    code, out, _ = hashtap("show", tmp_path)
+    assert code == 0
+    assert re.search(r"^records +0$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["show", "{tmp}/none"], 2, "none is not a directory"),
+        (["verify", "{tmp}"], 2, "holds no hashtap.json"),
+        (["show", "{captures}", "no-such-sample"], 1, "names no sample 'no-such-sample'"),
+        (["show", "{captures}", "0" * 32], 1, "was not captured"),
+        (["verify", "{captures}", "--samples", "{tmp}/none.jsonl"], 2, "No such file"),
+        (["extract", "{tmp}/s.jsonl", "--server", "{dead}", "--out", "{captures}"], 3, "is it up?"),
+        (["extract", "{tmp}/s.jsonl", "--server", "nowhere", "--out", "{captures}"], 2, "is no URL"),
+        (["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{tmp}/none"], 2, "none is not a directory"),
+        (["extract", "{tmp}/none.jsonl", "--server", "{peer}", "--out", "{peer_dir}"], 2, "No such file"),
+        (["extract", "{tmp}/empty.jsonl", "--server", "{peer}", "--out", "{peer_dir}"], 2, "is empty"),
+        (["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{captures}"], 2, "but the server writes to"),
+        (
+            ["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{peer_dir}", "--layers", "a"],
+            2,
+            "no boundaries",
+        ),
+        (["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{peer_dir}", "--layers", "1"], 2, "captures the"),
+        (["extract", "{tmp}/s.jsonl", "--server", "{bare}", "--out", "{peer_dir}"], 2, "runs without hashtap"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    captured: Captured,
+    peers: tuple[Peer, Peer],
+    tmp_path: Path,
+    hashtap: Hashtap,
+    arguments: Sequence[str],
+    code: int,
+    message: str,
+) -> None:
+    write(tmp_path / "s.jsonl", [[1, 2, 3]])
+    (tmp_path / "empty.jsonl").touch()
+    peer, bare = peers
+    names = {"captures": captured[0], "peer": peer.url, "peer_dir": peer.directory, "bare": bare.url}
+    names |= {"tmp": tmp_path, "dead": f"http://127.0.0.1:{free_port()}"}
+    got, out, err = hashtap(*(argument.format(**names) for argument in arguments))
+    assert got == code
+    assert only_line(err).startswith("hashtap: ")
+    assert message in err
+    assert out == ""
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with hashtap and one without."""
+    home = tmp_path_factory.mktemp("peers")
+    with Peer(home / "captures") as peer, Peer(home / "unused", captures=False) as bare:
+        yield peer, bare
+
+
+@pytest.mark.parametrize(
+    "arguments", [["extract"], ["extract", "s.jsonl"], ["verify"], ["nonsense"], ["show", "a", "b", "c"]]
+)
+def test_a_wrong_command_line_is_bad_usage(hashtap: Hashtap, arguments: Sequence[str]) -> None:
+    code, out, err = hashtap(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage:" in err
+    assert "Traceback" not in err
+
+
+def test_version(hashtap: Hashtap) -> None:
+    code, out, _ = hashtap("--version")
+    assert code == 0
+    assert re.fullmatch(r"hashtap \d+\.\d+\.\d+\n", out)
+
+
+def test_without_its_libraries_the_command_line_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from hashtap.__main__ import main; main()"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert only_line(answer.stderr) == "hashtap: the command line needs typer: pip install 'hashtap[cli]'"
