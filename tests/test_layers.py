@@ -15,8 +15,8 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 LAYERS = [
     {"errors", "config", "identity", "spans", "ring"},
     {"directory", "frame", "codec", "exponents", "shard"},
-    {"samples", "manifest", "reader", "writer", "verify"},
-    {"transport", "session", "extract"},
+    {"samples", "manifest", "quarantine", "progress", "reader", "writer", "verify", "show"},
+    {"transport", "session", "client", "sealed", "tally", "extract"},
     {"epoch", "sglang_seam"},
     {"plugin", "cli"},
     {"__main__"},
