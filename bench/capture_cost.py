@@ -29,6 +29,7 @@ PROMPTS = 40  # a round
 IN_FLIGHT = 8
 CHUNK_TOKENS = 2048
 SHORT_REQUESTS = (500, 2000)  # the memory of the first is compared with that of the second
+SEAL_AFTER_S = 5
 FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--disable-radix-cache", "--max-total-tokens", 40_000)
 
 
@@ -44,11 +45,12 @@ def measure() -> Measured:
             with Server(model, *FLAGS, *capture_flags) as tapped:
                 sent, rounds = take_turns(plain, tapped, model)
                 plain.terminate()
+                tapped.resume()
+                raw, stored = sizes(captures)
                 memory = growth(tapped, sent)
         report = verify(captures, samples=((str(i), ids, b"") for i, ids in enumerate(sent)))
         if not report.ok:
             raise SystemExit(f"no figures without right captures: {report.to_json()}")
-        raw, stored = sizes(captures)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     ratios = [round_["tapped"] / round_["plain"] for round_ in rounds]
@@ -101,7 +103,6 @@ def body(input_ids: list[int]) -> dict[str, Any]:
 
 def growth(server: Server, sent: list[list[int]]) -> dict[str, int]:
     """PSS of the capturing server after 500 and after 2,000 short requests."""
-    server.resume()
     random = np.random.default_rng(1)
     requests = [random.integers(0, 49_000, size).tolist() for size in random.integers(8, 64, SHORT_REQUESTS[1])]
     at: dict[int, int] = {}
@@ -109,7 +110,7 @@ def growth(server: Server, sent: list[list[int]]) -> dict[str, int]:
     for target in SHORT_REQUESTS:
         send(server, requests[done:target])
         done = target
-        time.sleep(6)  # until the writer has sealed
+        time.sleep(SEAL_AFTER_S + 1)
         at[target] = server.pss_bytes()
     sent += requests
     first, last = (at[target] for target in SHORT_REQUESTS)
@@ -117,7 +118,8 @@ def growth(server: Server, sent: list[list[int]]) -> dict[str, int]:
 
 
 def sizes(captures: Path) -> tuple[int, int]:
-    """Bytes of the values captured, and of the files that hold them."""
+    """Bytes of the values captured so far, and of the sealed files that hold them."""
+    time.sleep(SEAL_AFTER_S + 1)
     reader = hashtap.open(captures)
     raw = sum(len(capture) for capture in reader) * reader.facts.geometry.row_bytes
     return raw, sum(path.stat().st_size for path in captures.glob("*.safetensors"))

@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from hashtap.errors import UsageError
 
@@ -51,7 +51,7 @@ class CaptureConfig:
     capture_ring_gib: float = _option(4.0, "host memory of each writing rank for rows on their way to disk", float)
     capture_stage_mib: int = _option(512, "device memory of one staging slot; there are two", int)
     capture_threads: int = _option(2, "threads that compress and write", int)
-    capture_codec: str = _option("zstd", "lossless compression", choices=("zstd", "none"))
+    capture_codec: Literal["zstd", "none"] = _option("zstd", "lossless compression", choices=("zstd", "none"))
     capture_shard_gib: float = _option(2.0, "seal a shard at this size", float)
     capture_seal_after_s: float = _option(5.0, "seal a shard after this many seconds without new rows", float)
     capture_when_full: str = _option(

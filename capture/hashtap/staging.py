@@ -157,15 +157,16 @@ def open_staged(
             f"--capture-ring-gib {ring_bytes / 2**30:g} of pinned memory cannot be had ({error}): give a smaller ring, "
             "or raise the limit on locked memory (ulimit -l)"
         ) from error
+    cuda: Cuda = torch.cuda
     with torch.cuda.device(device):
         slots = [
-            Slot(torch.empty(stage_bytes, dtype=torch.uint8, device=device), torch.cuda.Event(), torch.cuda.Event())
+            Slot(torch.empty(stage_bytes, dtype=torch.uint8, device=device), cuda.Event(), cuda.Event())
             for _ in range(SLOTS)
         ]
         gather = Gather(geometry, device, max_forward_tokens)
         gather.warm_up()
         torch.cuda.synchronize()
-    return StagedTransport(gather, slots, ring, seed, torch.cuda, _copy)
+    return StagedTransport(gather, slots, ring, seed, cuda, _copy)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -90,7 +90,9 @@ class Writer:
         self._tables = tables
         self._pid = os.getpid()
 
-        self._changed = threading.Condition()  # guards all that follows
+        # Held over disk writes, so never by submit(), which the server's scheduler calls.
+        self._appending = threading.Lock()
+        self._changed = threading.Condition()  # guards all that follows; held for moments only
         self._flights: deque[tuple[int, Flight]] = deque()
         self._frames: deque[tuple[_Landed, int, int, Record]] = deque()
         self._outstanding: set[int] = set()  # numbers of the flights that are not released yet
@@ -228,7 +230,7 @@ class Writer:
                 header = self._checked(frame, record)
                 ids = record.token_ids[header.first_position : header.first_position + header.tokens]
                 stored, pieces = store_frame(frame, header, ids, self._codec)
-                with self._changed:
+                with self._appending:
                     full = self._append(record, stored, pieces)
         except _OtherTokens as error:
             self._refuse(record, "failed_proofs", str(error))
@@ -296,29 +298,37 @@ class Writer:
         log.error("the prompt %s is not stored: %s", record.key.hex(), reason)
 
     def _append(self, record: Record, header: Header, pieces: Pieces) -> ShardFile | None:
-        """Append a stored frame; returns the shard when it has to be sealed now. Holds the lock."""
+        """Append a stored frame; returns the shard when it has to be sealed now. Called under ``_appending``."""
         if record.failed:
             return None
         try:
+            # Nobody else takes the shard away: that needs all flights to be released, and this one is not.
             shard = self._shard or self._open_shard()
             if header.table and header.table not in shard.tables:
                 table, table_pieces = store_table(self._table(header.table), header.geometry, self._codec)
                 shard.append(table, table_pieces)
-                self._counts["stored_bytes"] += table.stored_bytes
+                with self._changed:
+                    self._counts["stored_bytes"] += table.stored_bytes
             shard.append(header, pieces)
         except OSError as error:
-            self._disk_failed(f"cannot write to {self._directory.path}", error)
-            self._fail(record)
-            return self._detach()
-        self._disk_fails = False
-        self._counts["rows"] += header.tokens
-        self._counts["raw_bytes"] += header.tokens * header.geometry.row_bytes
-        self._counts["stored_bytes"] += header.stored_bytes
-        record.take(header)
-        self._open[record.serial] = record
-        if record.all_rows():
-            self._complete(record, shard)
-        return self._detach() if shard.frames_bytes >= self._shard_bytes or shard.frames >= MAX_FRAMES - 1 else None
+            with self._changed:
+                self._disk_failed(f"cannot write to {self._directory.path}", error)
+                self._fail(record)
+                return self._detach()
+        with self._changed:
+            self._disk_fails = False
+            self._counts["rows"] += header.tokens
+            self._counts["raw_bytes"] += header.tokens * header.geometry.row_bytes
+            self._counts["stored_bytes"] += header.stored_bytes
+            record.take(header)
+            if record.failed:  # while its frame was written
+                self._counts["waste_bytes"] += header.stored_bytes
+            else:
+                self._open[record.serial] = record
+                if record.all_rows():
+                    self._complete(record, shard)
+            full = shard.frames_bytes >= self._shard_bytes or shard.frames >= MAX_FRAMES - 1
+            return self._detach() if full else None
 
     def _complete(self, record: Record, shard: ShardFile) -> None:
         if not record.tiles():
@@ -355,11 +365,13 @@ class Writer:
     # Shards.
 
     def _open_shard(self) -> ShardFile:
-        self._shard = ShardFile(self._directory, self._facts, self._shards_opened)
-        self._listed[self._shards_opened] = []
-        self._shards_opened += 1
-        self._changed.notify_all()  # the threads now have a time to seal at
-        return self._shard
+        shard = ShardFile(self._directory, self._facts, self._shards_opened)
+        with self._changed:
+            self._shard = shard
+            self._listed[self._shards_opened] = []
+            self._shards_opened += 1
+            self._changed.notify_all()  # the threads now have a time to seal at
+        return shard
 
     def _detach(self) -> ShardFile | None:
         """Take the open shard, to end it without the lock."""
