@@ -1,7 +1,9 @@
-"""Rows around element 2**31 of the sources and of the output, where a 32-bit product would wrap.
+"""Rows around element 2**31 (and 64-bit word 2**31) of sources and output, where a 32-bit product would wrap.
 
-The buffers are reserved, not filled: only the pages that are touched cost memory.
+The buffers are sparse files: only the pages that are touched take room.
 """
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,21 +16,20 @@ from hashtap_kernels.layout import Geometry, Payload
 from hashtap_kernels.plan import OFFSET, Piece, plan_frames
 from hashtap_kernels.reference import gather_reference
 
-# The row of a [rows, 4, H] buffer that holds element 2**31.
-WRAPS = [(7168, 74_898), (4096, 131_072)]
+# The row of a [rows, 4, H] buffer that holds element 2**31; the last: word 2**31, four elements each.
+WRAPS = [(7168, 74_898), (4096, 131_072), (7168, 299_593)]
 ROWS = 5
 
 
-def reserved(size: int) -> torch.Tensor:
-    return torch.from_numpy(np.zeros(size, np.uint8))  # calloc: the pages come when they are touched
+def sparse(path: Path, size: int) -> torch.Tensor:
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="w+", shape=(size,)))
 
 
 @pytest.mark.parametrize("planes", [False, True])
 @pytest.mark.parametrize(("hidden", "wrap"), WRAPS)
-def test_sources(hidden: int, wrap: int, planes: bool) -> None:
+def test_sources(tmp_path: Path, hidden: int, wrap: int, planes: bool) -> None:
     geometry, first = Geometry(4, hidden), wrap - ROWS // 2
-    assert first * 4 * hidden < 1 << 31 < (first + ROWS) * 4 * hidden
-    buffer = reserved((first + ROWS) * geometry.row_bytes).view(torch.bfloat16).view(-1, 4 * hidden)
+    buffer = sparse(tmp_path / "sources", (first + ROWS) * geometry.row_bytes).view(torch.bfloat16).view(-1, 4 * hidden)
     rng = np.random.default_rng(hidden)
     buffer[first:].view(torch.int16).numpy()[:] = rng.integers(-(1 << 15), 1 << 15, (ROWS, 4 * hidden))
     sources = [buffer[:, layer * hidden : (layer + 1) * hidden] for layer in range(4)]
@@ -49,12 +50,12 @@ def test_sources(hidden: int, wrap: int, planes: bool) -> None:
 
 @pytest.mark.parametrize("payload", [Payload.RAW, Payload.PLANES])
 @pytest.mark.parametrize(("hidden", "wrap"), WRAPS)
-def test_output(hidden: int, wrap: int, payload: Payload) -> None:
-    """A frame whose rows straddle byte 2**32 of the output, element 2**31, is the one that starts at byte 0."""
+def test_output(tmp_path: Path, hidden: int, wrap: int, payload: Payload) -> None:
+    """The frame that straddles the wrap of the output is the one that starts at byte 0."""
     geometry = Geometry(4, hidden)
     batch = make_batch(geometry, [Request(ROWS)], "packed")
-    offset = (1 << 32) - 128 - ROWS // 2 * geometry.row_bytes
-    out = reserved(offset + batch.plan.bytes)
+    offset = (wrap * geometry.row_bytes - 128 - ROWS // 2 * geometry.row_bytes) // 64 * 64
+    out = sparse(tmp_path / "out", offset + batch.plan.bytes)
     table = torch.full((4 * hidden,), 120, dtype=torch.uint8)
     for start in (0, offset):
         arguments = (batch.sources, batch.input_ids, batch.positions, batch.plan)
