@@ -1,6 +1,7 @@
 """The kernel, in Triton's interpreter, bit for bit against the reference; every byte around its frames is watched."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from batches import FORWARD, SEED, Batch, Request, make_batch, make_table, margi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hashtap_kernels.gather import Gather, gather
+from hashtap_kernels.gather import Gather, _Control, gather
 from hashtap_kernels.layout import HEADER, Dtype, Geometry
 from hashtap_kernels.plan import Piece, plan_frames
 from hashtap_kernels.proof import add_proofs, prompt_proof
@@ -178,3 +179,36 @@ def test_warm_up_writes_nothing() -> None:
 
 def test_nothing_captured_writes_nothing() -> None:
     assert by_kernel(make_batch(Geometry(2, 16), [Request(4, captured=False)])) == b""
+
+
+class SlowEvent:
+    """A CUDA event whose work is done only when somebody waits for it, or ``steps`` records later."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, number: int, steps: int) -> None:
+        self.number, self.steps, self.due = number, steps, 0
+
+    def record(self) -> None:
+        self.log.append(f"record {self.number}")
+        self.due = len(self.log) + self.steps
+
+    def query(self) -> bool:
+        return len(self.log) >= self.due
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.number}")
+        self.due = 0
+
+
+@pytest.mark.parametrize(("steps", "waits"), [(2, False), (3, True)])
+def test_an_upload_buffer_is_reused_only_when_its_upload_is_done(steps: int, waits: bool) -> None:
+    control = _Control(8, torch.device("cpu"), uploads=3)
+    control._buffers = list(torch.zeros((3, 8), dtype=torch.int64))
+    control._uploaded = [SlowEvent(number, steps) for number in range(3)]
+    SlowEvent.log.clear()
+    for upload in range(4):
+        control.upload(np.arange(upload, upload + 5))
+        assert control.tensor.tolist() == [*range(upload, upload + 5), 0, 0, 0]
+    turns = ["record 1", "record 2", "record 0"]
+    assert SlowEvent.log == [*turns, *(["wait 1"] if waits else []), "record 1"]
