@@ -62,7 +62,7 @@ NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
 }
 """What NumPy holds the elements in; bfloat16 and float8 have no NumPy type, so theirs are the bit patterns."""
 
-_FIELDS = struct.Struct("<QHHBBHIIIIQ16sQQQQIB3xQQQQ")  # HEADER, as one call unpacks it
+_FIELDS = struct.Struct("<QHHBBHIIIIQ16sQQQQIB3sQQQQ")  # HEADER, as one call unpacks it
 assert _FIELDS.size == HEADER.itemsize
 _SUM_WORD = slice(13 * 8, 14 * 8)
 _ZERO_WORD = bytes(8)
@@ -100,13 +100,17 @@ def parse_header(frame: U8Array) -> Header:
         raise FormatError(f"a frame of {len(frame)} bytes has no room for its header of {HEADER_BYTES}")
     words = _FIELDS.unpack_from(frame.data)
     magic, version, header_bytes, dtype, payload, layers, hidden, tokens, first_position, total_tokens = words[:10]
-    serial, key, *proof, table, forward, coded_bytes, codec, stored_bytes, frame_sum, _, self_check = words[10:]
+    serial, key, *proof, table, forward, coded_bytes, codec, unused, stored_bytes, frame_sum, reserved, self_check = (
+        words[10:]
+    )
     if magic != MAGIC:
         raise FormatError("a frame does not begin with HASHTAP1")
     if version != FRAME_VERSION or header_bytes != HEADER_BYTES:
         raise FormatError(f"a frame has version {version}, and this hashtap reads {FRAME_VERSION}")
     if self_check != header_check(frame[:HEADER_BYTES].view(np.uint64)):
         raise FormatError("a frame's header fails its self-check")
+    if any(unused) or reserved:
+        raise FormatError("a frame's header uses bytes that this format reserves")
     try:
         header = Header(
             geometry=Geometry(layers, hidden, Dtype(dtype)),

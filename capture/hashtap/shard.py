@@ -368,7 +368,7 @@ def _check_index(shard: Shard) -> None:
 
 def _check_records(shard: Shard) -> None:
     total, shared = shard.records[:, 3], shard.records[:, 6]
-    if (total == 0).any() or (total > np.uint64(0xFFFFFFFF)).any() or (shared > total).any():
+    if (total == 0).any() or (total > np.uint64(0x7FFFFFFF)).any() or (shared > total).any():
         raise FormatError("its records hold an impossible number of tokens")
     if shard.records[:, 10:].any():
         raise FormatError("its records use a column that this format reserves")

@@ -173,6 +173,8 @@ def test_a_cut_frame(length: int) -> None:
         ("payload", 1, "contradicts itself"),
         ("payload", 2, "contradicts itself"),
         ("dtype", 4, "cannot have"),
+        ("unused", 1, "that this format reserves"),
+        ("reserved", 1, "that this format reserves"),
         ("codec", 2, "cannot have"),
         ("coded_bytes", 0, "cannot have"),
         ("coded_bytes", 0xFFFFFFFF, "cannot have"),
