@@ -158,12 +158,14 @@ HOOKS: Mapping[str, Hook] = {
     )
 }
 
-NAMES = (
+NAMES: tuple[Names, ...] = (
     Names(f"{_SRT}.plugins.hook_registry", "", ("HookRegistry", "HookType")),
     Names(f"{_SRT}.plugins.hook_registry", "HookRegistry", ("register", "apply_hooks")),
     Names(f"{_SRT}.server_args", "ServerArgs", ("add_cli_args", "from_cli_args", "resolve_once")),
     Names(f"{_SRT}.arg_groups.overrides", "", ("resolving_view",)),
     Names(f"{_SRT}.runtime_context", "", ("get_parallel", "get_schedule")),
+    Names(f"{_SRT}.environ", "", ("envs",)),
+    Names(f"{_SRT}.environ", "Envs", ("SGLANG_RUST_SERVER",)),
     Names(f"{_SRT}.constants", "", ("HEALTH_CHECK_RID_PREFIX",)),
     Names(f"{_SRT}.entrypoints.http_server", "", ("app",)),
     Names(f"{_SRT}.managers.io_struct", "", ("ShutdownReq",)),
@@ -253,8 +255,9 @@ def check_sglang(found: str, root: Path, *, allow_unknown: bool = False) -> None
 
 def missing_targets(root: Path) -> Iterator[str]:
     """The targets that the SGLang sources under ``root`` lack, as dotted paths."""
+    modules = {target.module: _parse(root, target.module) for target in (*HOOKS.values(), *NAMES)}
     for hook in HOOKS.values():
-        function = _find(_parse(root, hook.module), hook.function)
+        function = _find(modules[hook.module], hook.function)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield hook.path
             continue
@@ -262,7 +265,7 @@ def missing_targets(root: Path) -> Iterator[str]:
         names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         yield from (f"{hook.path}({name})" for name in hook.parameters if name not in names)
     for names_of in NAMES:
-        owner = _find(_parse(root, names_of.module), names_of.owner)
+        owner = _find(modules[names_of.module], names_of.owner)
         there = _names_in(owner) if owner is not None else set()
         prefix = ".".join(filter(None, (names_of.module, names_of.owner)))
         yield from (f"{prefix}.{name}" for name in names_of.names if name not in there)
@@ -287,16 +290,7 @@ def _tested() -> str:
 def _parse(root: Path, module: str) -> ast.Module:
     path = root.joinpath(*module.split(".")[1:])
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-    return _parse_file(file)
-
-
-_parsed: dict[Path, ast.Module] = {}
-
-
-def _parse_file(file: Path) -> ast.Module:
-    if file not in _parsed:
-        _parsed[file] = ast.parse(file.read_text() if file.is_file() else "")
-    return _parsed[file]
+    return ast.parse(file.read_text() if file.is_file() else "")
 
 
 def _find(tree: ast.Module | ast.ClassDef, path: str) -> ast.AST | None:

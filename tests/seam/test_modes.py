@@ -1,0 +1,104 @@
+"""Modes that capture cannot do are refused, each by one line that names the option."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hashtap.config import CaptureConfig
+from hashtap.errors import SetupError
+from hashtap.modes import check_modes, most_rows_of_a_forward
+
+PLAIN: dict[str, Any] = {
+    "pp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "enable_prefill_cp": False,
+    "enable_layernorm_sp": False,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "speculative_algorithm": None,
+    "dllm_algorithm": None,
+    "is_embedding": False,
+    "enable_return_aux_hidden_states": False,
+    "enable_return_hidden_states": False,
+    "return_hidden_states_mode": None,
+    "disaggregation_mode": "null",
+    "encoder_only": False,
+    "language_only": False,
+    "tokenizer_worker_num": 1,
+    "smg_grpc_mode": False,
+    "grpc_mode": False,
+    "use_ray": False,
+    "disable_radix_cache": True,
+    "watchdog_timeout": 300,
+}
+CONFIG = CaptureConfig(capture_dir="captures")
+
+
+def check(config: CaptureConfig = CONFIG, **changes: Any) -> None:
+    check_modes(SimpleNamespace(**{**PLAIN, **changes}), config)
+
+
+def test_a_plain_server_passes() -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("pp_size", 2, "--pp-size 2 "),
+        ("attn_cp_size", 2, "--attn-cp-size 2 "),
+        ("dcp_size", 2, "--dcp-size 2 "),
+        ("enable_prefill_cp", True, "--enable-prefill-cp "),
+        ("enable_layernorm_sp", True, "--enable-layernorm-sp "),
+        ("enable_two_batch_overlap", True, "--enable-two-batch-overlap "),
+        ("enable_pdmux", True, "--enable-pdmux "),
+        ("speculative_algorithm", "EAGLE3", "--speculative-algorithm EAGLE3 "),
+        ("speculative_algorithm", "NGRAM", "--speculative-algorithm NGRAM "),
+        ("dllm_algorithm", "x", "--dllm-algorithm x "),
+        ("is_embedding", True, "--is-embedding "),
+        ("enable_return_aux_hidden_states", True, "--enable-return-aux-hidden-states "),
+        ("enable_return_hidden_states", True, "--enable-return-hidden-states "),
+        ("return_hidden_states_mode", "last", "--return-hidden-states-mode last "),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode prefill "),
+        ("encoder_only", True, "--encoder-only "),
+        ("language_only", True, "--language-only "),
+        ("tokenizer_worker_num", 2, "--tokenizer-worker-num 2 "),
+        ("smg_grpc_mode", True, "--smg-grpc-mode "),
+        ("grpc_mode", True, "--grpc-mode "),
+        ("use_ray", True, "--use-ray "),
+    ],
+)
+def test_refused(option: str, value: Any, shown: str) -> None:
+    with pytest.raises(SetupError, match="does not go together with capture") as raised:
+        check(**{option: value})
+    message = str(raised.value)
+    assert message.startswith(shown)
+    assert "\n" not in message
+
+
+def test_the_radix_cache_must_be_off() -> None:
+    with pytest.raises(SetupError, match="--disable-radix-cache"):
+        check(disable_radix_cache=False)
+
+
+def test_an_argument_that_sglang_does_not_have_is_refused() -> None:
+    arguments = {name: value for name, value in PLAIN.items() if name != "enable_pdmux"}
+    with pytest.raises(SetupError, match="no 'enable_pdmux'"):
+        check_modes(SimpleNamespace(**arguments), CONFIG)
+
+
+def test_waiting_must_stay_well_below_the_watchdog() -> None:
+    long = CaptureConfig(capture_dir="captures", capture_wait_s=151)
+    with pytest.raises(SetupError, match=r"--capture-wait-s 151.*--watchdog-timeout 300.*at most 150"):
+        check(long)
+    check(long, watchdog_timeout=302)
+    check(long, watchdog_timeout=None)
+    check(CaptureConfig(capture_dir="captures", capture_wait_s=151, capture_when_full="drop"))
+
+
+def test_rows_of_a_forward() -> None:
+    assert most_rows_of_a_forward(8192, 16384, 131072) == 8192
+    assert most_rows_of_a_forward(-1, 16384, 4096) == 16384 + 4096
+    assert most_rows_of_a_forward(None, 100, 50) == 150
