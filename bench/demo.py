@@ -14,7 +14,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -62,6 +61,8 @@ def main() -> None:
         say("done", f"in {time.monotonic() - started:.0f} s{look}")
     except ServerFailed as error:
         raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     finally:
         if not options.keep:
             shutil.rmtree(work, ignore_errors=True)
@@ -80,17 +81,9 @@ def run(model: Path, work: Path, size: Size) -> None:
         ready_s = time.monotonic() - started
         say("server", f"SGLang {info['sglang']}, ready after {ready_s:.0f} s; boundaries {layers} and the final state")
         command = ["extract", samples, "--server", server.url, "--out", captures, "--concurrency", IN_FLIGHT]
-        extracted = hashtap_json(*command)
-    total = size.short_ones + size.long_ones + size.repeated
-    stored = sum(path.stat().st_size for path in captures.glob("*.safetensors"))
-    say(
-        "captured",
-        f"{extracted['captured']}/{total} samples, {extracted['tokens']:,} tokens, {extracted['raw_bytes'] / 1e6:,.0f} "
-        f"MB in {stored / 1e6:,.0f} MB, ratio {extracted['ratio']:.3f}, {extracted['tokens_per_s']:,.0f} tokens/s",
-    )
-    verify_started = time.monotonic()
-    subprocess.run(hashtap("verify", captures, "--samples", samples), check=True)
-    say("verified", f"in {time.monotonic() - verify_started:.1f} s: keys, proofs, checksums and values of every row")
+        extracted = json.loads(hashtap(*command, "--json"))
+    say("captured", f"{extracted['tokens']:,} tokens, {extracted['tokens_per_s']:,.0f} tokens/s, {IN_FLIGHT} in flight")
+    say("verified", hashtap("verify", captures, "--samples", samples))
     show_damage(captures, work / "damaged", samples)
 
 
@@ -138,26 +131,22 @@ def show_damage(captures: Path, copy: Path, samples: Path) -> None:
         (byte,) = file.read(1)
         file.seek(place)
         file.write(bytes([byte ^ 1]))
-    say("damage", f"one bit flipped at byte {place:,} of {shard.name}, in a copy; verify says:")
-    command = hashtap("verify", copy, "--samples", samples)
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    print("".join(f"             {line}\n" for line in answer.stdout.splitlines()), end="")
-    if answer.returncode != 1 or shard.name not in answer.stdout:
-        raise SystemExit(f"verify did not name the damaged shard (exit status {answer.returncode})")
+    say("damage", f"one bit flipped at byte {place:,} of {shard.name}, in a copy; verify says")
+    answer = hashtap("verify", copy, "--samples", samples, status=1)
+    for line in answer.splitlines():
+        say("", line.replace(f"{copy}/", ""))
+    if shard.name not in answer:
+        raise SystemExit("verify did not name the damaged shard")
     shutil.rmtree(copy)
 
 
-def hashtap(*arguments: object) -> list[str]:
-    """A command line of the installed program."""
-    return [sys.executable, "-m", "hashtap", *map(str, arguments)]
-
-
-def hashtap_json(*arguments: object) -> dict[str, Any]:
-    """What a command answers with ``--json``; ends the program when it fails."""
-    answer = subprocess.run(hashtap(*arguments, "--json"), stdout=subprocess.PIPE, text=True, check=False)
-    if answer.returncode != 0:
-        raise SystemExit(f"hashtap {arguments[0]} ended with status {answer.returncode}: {answer.stdout.strip()}")
-    return dict(json.loads(answer.stdout))
+def hashtap(*arguments: object, status: int = 0) -> str:
+    """What a command of the installed program prints; ends this program when it does not exit with ``status``."""
+    command = [sys.executable, "-m", "hashtap", *map(str, arguments)]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if answer.returncode != status:
+        raise SystemExit(f"{answer.stdout}hashtap {arguments[0]} ended with {answer.returncode}, not {status}")
+    return answer.stdout.strip()
 
 
 def say(step: str, text: str) -> None:

@@ -145,14 +145,16 @@ class Manifest:
         merged = pa.concat_tables([kept, _table(list(new.values()), epoch)])
         order = {sample_id: row for row, sample_id in enumerate(self._ids)}
         places = [order.setdefault(sample_id, len(order)) for sample_id in merged["sample_id"].to_pylist()]
-        merged = merged.take(pa.array(np.argsort(places, kind="stable")))
+        if places != sorted(places):
+            merged = merged.take(pa.array(np.argsort(places, kind="stable")))
         return Manifest(merged.replace_schema_metadata({_DIRECTORY: directory_uuid.encode()}))
 
     def _write(self, directory: Path) -> None:
         table = self._table.replace_schema_metadata({_DIRECTORY: self._directory_uuid.encode()})
         partial = directory / f"{MANIFEST_NAME}.partial"
         with partial.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
+            # Small row groups bound what the writer holds of the masks.
+            pq.write_table(table, file, compression="zstd", row_group_size=1024)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(directory / MANIFEST_NAME)
