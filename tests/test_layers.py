@@ -14,8 +14,9 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 # A module may import those of its own and of lower layers.
 LAYERS = [
     {"errors", "config", "identity", "spans", "ring"},
-    {"directory", "frame", "codec", "exponents", "shard"},
-    {"samples", "manifest", "quarantine", "progress", "reader", "writer", "verify", "show"},
+    {"directory", "facts", "header", "frame", "codec", "exponents", "shard", "shard_file"},
+    {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
+    | {"catalog", "capture", "reader", "samples", "manifest", "quarantine", "progress", "show"},
     {"transport", "session", "client", "sealed", "tally", "extract"},
     {"epoch", "sglang_seam"},
     {"plugin", "cli"},

@@ -10,7 +10,6 @@
     padding        zeros, to a multiple of 64 bytes
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,13 +19,13 @@ import xxhash
 
 from hashtap.codec import Codec, compress, decompress
 from hashtap.errors import FormatError
+from hashtap.header import Header, parse_header
 from hashtap_kernels.layout import (
     FRAME_ALIGN,
     FRAME_VERSION,
     HEADER,
     HEADER_BYTES,
     MAGIC,
-    MAX_FRAME_TOKENS,
     Dtype,
     Geometry,
     Payload,
@@ -36,11 +35,9 @@ from hashtap_kernels.proof import header_check, table_id
 
 __all__ = [
     "NUMPY_DTYPE",
-    "Header",
     "Pieces",
     "StoredFrame",
     "Table",
-    "parse_header",
     "payload_values",
     "store_frame",
     "store_table",
@@ -62,90 +59,9 @@ NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
 }
 """What NumPy holds the elements in; bfloat16 and float8 have no NumPy type, so theirs are the bit patterns."""
 
-_FIELDS = struct.Struct("<QHHBBHIIIIQ16sQQQQIB3sQQQQ")  # HEADER, as one call unpacks it
-assert _FIELDS.size == HEADER.itemsize
 _SUM_WORD = slice(13 * 8, 14 * 8)
 _ZERO_WORD = bytes(8)
 _ROW_TAIL_BYTES = 16  # of each token row: its row sum and its token id
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The 128 bytes at the start of a frame; field by field in ``hashtap_kernels.layout.HEADER``."""
-
-    geometry: Geometry
-    payload: Payload
-    tokens: int
-    first_position: int
-    total_tokens: int
-    serial: int
-    key: bytes
-    proof: tuple[int, int]
-    table: int
-    forward: int
-    coded_bytes: int
-    codec: int
-    stored_bytes: int
-    stored_sum: int
-
-
-def parse_header(frame: U8Array) -> Header:
-    """Parse and check the header at the start of ``frame``.
-
-    Raises:
-        FormatError: when it is too short, no hashtap frame, of another version, fails its self-check or contradicts
-            itself.
-    """
-    if len(frame) < HEADER_BYTES:
-        raise FormatError(f"a frame of {len(frame)} bytes has no room for its header of {HEADER_BYTES}")
-    words = _FIELDS.unpack_from(frame.data)
-    magic, version, header_bytes, dtype, payload, layers, hidden, tokens, first_position, total_tokens = words[:10]
-    serial, key, *proof, table, forward, coded_bytes, codec, unused, stored_bytes, frame_sum, reserved, self_check = (
-        words[10:]
-    )
-    if magic != MAGIC:
-        raise FormatError("a frame does not begin with HASHTAP1")
-    if version != FRAME_VERSION or header_bytes != HEADER_BYTES:
-        raise FormatError(f"a frame has version {version}, and this hashtap reads {FRAME_VERSION}")
-    if self_check != header_check(frame[:HEADER_BYTES].view(np.uint64)):
-        raise FormatError("a frame's header fails its self-check")
-    if any(unused) or reserved:
-        raise FormatError("a frame's header uses bytes that this format reserves")
-    try:
-        header = Header(
-            geometry=Geometry(layers, hidden, Dtype(dtype)),
-            payload=Payload(payload),
-            tokens=tokens,
-            first_position=first_position,
-            total_tokens=total_tokens,
-            serial=serial,
-            key=key,
-            proof=(proof[0], proof[1]),
-            table=table,
-            forward=forward,
-            coded_bytes=coded_bytes,
-            codec=codec,
-            stored_bytes=stored_bytes,
-            stored_sum=frame_sum,
-        )
-    except ValueError as error:
-        raise FormatError(f"a frame's header holds {error}") from None
-    _check(header)
-    return header
-
-
-def _check(header: Header) -> None:
-    payload, tokens = header.payload, header.tokens
-    if payload is Payload.TABLE:
-        right = tokens == 0 and header.table != 0
-    else:
-        right = 1 <= tokens <= MAX_FRAME_TOKENS and header.first_position + tokens <= header.total_tokens
-        right = right and (header.table != 0) == (payload is Payload.PLANES)
-    if not right or (payload is not Payload.RAW and header.geometry.dtype.element_bytes != 2):
-        raise FormatError(
-            f"a frame's header contradicts itself: {payload.name} of {header.geometry.dtype.name}, {tokens} tokens "
-            f"from {header.first_position} of {header.total_tokens}, table {header.table:016x}"
-        )
 
 
 def payload_values(payload: U8Array, header: Header, table: Table | None) -> U8Array:
@@ -259,7 +175,7 @@ class StoredFrame:
         header = parse_header(frame)
         if header.stored_bytes != len(frame):
             raise FormatError(f"a frame of {len(frame)} bytes says that it has {header.stored_bytes}")
-        if header.stored_sum != stored_sum(frame):
+        if header.stored_sum != _sum_of(frame):
             raise FormatError("a stored frame's checksum is wrong: its bytes were changed")
         n, geometry = header.tokens, header.geometry
         plain_bytes, rest_bytes = _section_bytes(header)
@@ -317,7 +233,7 @@ class StoredFrame:
         return table
 
 
-def stored_sum(frame: U8Array) -> int:
+def _sum_of(frame: U8Array) -> int:
     """xxh3_64 of a stored frame with header word 13, where the sum itself stands, taken as zero."""
     digest = xxhash.xxh3_64(frame[: _SUM_WORD.start].data)
     digest.update(_ZERO_WORD)

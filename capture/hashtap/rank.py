@@ -16,9 +16,10 @@ import hashtap
 from hashtap.config import CaptureConfig
 from hashtap.directory import FORMAT_VERSION, CaptureDirectory
 from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
+from hashtap.facts import DTYPE_NAME, ShardFacts
 from hashtap.handshake import RankReport
 from hashtap.session import Batch, Session
-from hashtap.shard import DTYPE_NAME, ShardFacts, read_shard
+from hashtap.shard import read_shard
 from hashtap_kernels.layout import Dtype, Geometry
 
 __all__ = ["Rank", "check_directory", "refusal", "wants_capture"]

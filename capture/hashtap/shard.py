@@ -15,20 +15,19 @@ Here are its facts, its header, and the checks that a file must pass before anyt
 import json
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from hashtap.codec import Codec
-from hashtap.directory import FORMAT_VERSION
 from hashtap.errors import FormatError, UsageError
+from hashtap.facts import ShardFacts
 from hashtap.frame import stored_bytes_limit
-from hashtap_kernels.layout import FRAME_ALIGN, HEADER_BYTES, MAX_FRAME_TOKENS, Dtype, Geometry, Payload
+from hashtap_kernels.layout import FRAME_ALIGN, HEADER_BYTES, MAX_FRAME_TOKENS, Payload
 
 __all__ = [
     "HEADER_LIMIT_BYTES",
@@ -58,117 +57,8 @@ HEADER_LIMIT_BYTES = 1 << 20
 MAX_FRAMES = 1 << 20
 """The most frames, and records, of a shard: what bounds a reader's memory."""
 
-DTYPE_NAME = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16", Dtype.FP32: "float32", Dtype.FP8_E4M3: "float8_e4m3fn"}
-_DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAME.items()}
-_LAYOUT = "token,layer,hidden"
 _HEADER_STEP_BYTES = 4096
 _OFFSET_SPACE = 10**15  # as long as any offset gets, to reserve space by
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFacts:
-    """What holds for every frame of a shard. It stands in the file's ``__metadata__``.
-
-    Attributes:
-        model: the model's name, as the server calls it.
-        epoch: which weights.
-        boundaries: the auxiliary layers, as boundaries, in the order of the layer axis; the final state comes last.
-        final_norm: whether the final state was taken after ("post") or before ("pre") the final norm.
-        geometry: L (the final state included), H and element type.
-        seed: of the proofs.
-        directory_uuid: the capture directory that it was written to.
-        writer: uuid hex of the writing run.
-        rank: the writer's rank.
-        versions: of hashtap, sglang, torch.
-        server_flags: what the server was started with.
-    """
-
-    model: str
-    epoch: str
-    boundaries: tuple[int, ...]
-    final_norm: Literal["post", "pre"]
-    geometry: Geometry
-    seed: tuple[int, int]
-    directory_uuid: str
-    writer: str
-    rank: int
-    versions: Mapping[str, str]
-    server_flags: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if len(self.boundaries) + 1 != self.geometry.layers:
-            raise ValueError(f"boundaries {self.boundaries} and the final state are not {self.geometry.layers} layers")
-        if self.final_norm not in ("post", "pre"):
-            raise ValueError(f"final_norm is {self.final_norm!r}, not 'post' or 'pre'")
-
-    def layer_name(self, layer: int) -> str:
-        """What layer ``layer`` of the layer axis is: ``"boundary 15"`` or ``"final (post-norm)"``."""
-        if layer < len(self.boundaries):
-            return f"boundary {self.boundaries[layer]}"
-        return f"final ({self.final_norm}-norm)"
-
-    def to_metadata(self) -> dict[str, str]:
-        """The facts as safetensors metadata, strings only."""
-        values: dict[str, Any] = {
-            "format": FORMAT_VERSION,
-            "layout": _LAYOUT,
-            "model": self.model,
-            "epoch": self.epoch,
-            "boundaries": list(self.boundaries),
-            "final_norm": self.final_norm,
-            "layers": self.geometry.layers,
-            "hidden": self.geometry.hidden,
-            "dtype": DTYPE_NAME[self.geometry.dtype],
-            "seed": f"{self.seed[0]:016x}{self.seed[1]:016x}",
-            "directory": self.directory_uuid,
-            "writer": self.writer,
-            "rank": self.rank,
-            "versions": dict(self.versions),
-            "server_flags": dict(self.server_flags),
-        }
-        return {
-            f"hashtap.{name}": value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-            for name, value in values.items()
-        }
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str]) -> "ShardFacts":
-        """The facts that :meth:`to_metadata` wrote.
-
-        Raises:
-            FormatError: when they are not hashtap's, of another format version, or damaged.
-        """
-        if "hashtap.format" not in metadata:
-            raise FormatError("it is a safetensors file, but not hashtap's")
-        if metadata["hashtap.format"] != str(FORMAT_VERSION):
-            raise FormatError(
-                f"it is written in format {metadata['hashtap.format']!r} and this hashtap reads {FORMAT_VERSION}"
-            )
-        try:
-            text = {name.removeprefix("hashtap."): value for name, value in metadata.items()}
-            if text["layout"] != _LAYOUT:
-                raise ValueError(f"layout {text['layout']!r}")
-            final_norm = text["final_norm"]
-            if final_norm != "post" and final_norm != "pre":
-                raise ValueError(f"final_norm {final_norm!r}")
-            seed = bytes.fromhex(text["seed"])
-            if len(seed) != 16:
-                raise ValueError(f"seed {text['seed']!r}")
-            return cls(
-                model=text["model"],
-                epoch=text["epoch"],
-                boundaries=tuple(int(boundary) for boundary in json.loads(text["boundaries"])),
-                final_norm="post" if final_norm == "post" else "pre",
-                geometry=Geometry(int(text["layers"]), int(text["hidden"]), _DTYPE_OF[text["dtype"]]),
-                seed=(int.from_bytes(seed[:8], "big"), int.from_bytes(seed[8:], "big")),
-                directory_uuid=text["directory"],
-                writer=text["writer"],
-                rank=int(text["rank"]),
-                versions=dict(json.loads(text["versions"])),
-                server_flags=dict(json.loads(text["server_flags"])),
-            )
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise FormatError(f"its facts are damaged ({type(error).__name__}: {error})") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

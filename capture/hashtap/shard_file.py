@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
-from hashtap.frame import Header, Pieces
+from hashtap.facts import ShardFacts
+from hashtap.frame import Pieces
+from hashtap.header import Header
 from hashtap.shard import (
     INDEX_COLUMNS,
     RECORD_COLUMNS,
     TRAILER_BYTES,
-    ShardFacts,
     encode_header,
     reserved_bytes,
     trailer_words,

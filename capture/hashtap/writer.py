@@ -20,30 +20,29 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from hashtap.arrival import OtherTokens, check_arrival
 from hashtap.codec import Codec
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import FormatError
+from hashtap.facts import ShardFacts
 from hashtap.flight import Flight, Record
-from hashtap.frame import Header, Pieces, Table, parse_header, payload_values, store_frame, store_table
-from hashtap.shard import MAX_FRAMES, ShardFacts
+from hashtap.frame import Pieces, Table, store_frame, store_table
+from hashtap.header import Header
+from hashtap.ledger import Ledger
+from hashtap.shard import MAX_FRAMES
 from hashtap.shard_file import ShardFile
-from hashtap_kernels.layout import HEADER_BYTES, Payload
-from hashtap_kernels.proof import prompt_proof, row_sums
+from hashtap_kernels.layout import Payload
 
 __all__ = ["Flight", "Record", "Writer"]
 
 log = logging.getLogger("hashtap")
 
 _COUNTS = (
-    *("records", "duplicates", "rows", "raw_bytes", "stored_bytes", "shards"),
-    *("failed_proofs", "bad_frames", "waste_bytes", "write_errors"),
+    *("records", "rows", "raw_bytes", "stored_bytes", "shards"),
+    *("failed_proofs", "bad_frames", "write_errors"),
 )
 
 U8Array = npt.NDArray[np.uint8]
-
-
-class _OtherTokens(FormatError):
-    """The forward consumed other tokens than the record's own."""
 
 
 @dataclass(slots=True)
@@ -87,6 +86,7 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._seal_after_s = seal_after_s
         self._observe = observe
+        self._has_planes = facts.geometry.dtype.element_bytes == 2
         self._tables = tables
         self._pid = os.getpid()
 
@@ -97,18 +97,13 @@ class Writer:
         self._frames: deque[tuple[_Landed, int, int, Record]] = deque()
         self._outstanding: set[int] = set()  # numbers of the flights that are not released yet
         self._submitted = 0
-        self._open: dict[int, Record] = {}  # records with frames stored but not all
-        self._keys: set[bytes] = set()  # of the records listed in this epoch
         self._shard: ShardFile | None = None
-        self._listed: dict[int, list[Record]] = {}  # by shard number, until it is sealed
         self._shards_opened = 0
         self._shards_ended = 0
         self._disk_fails = False
         self._closing = False
         self._counts = dict.fromkeys(_COUNTS, 0)
-        # A finalizer may call abandon() in the middle of anything: it only appends here, which takes no lock.
-        self._abandoned_news: deque[int] = deque()
-        self._abandoned: deque[tuple[int, int]] = deque()  # (flights submitted before, serial)
+        self._ledger = Ledger()
         self._threads = [
             threading.Thread(target=self._run, name=f"hashtap-writer-{i}", daemon=True) for i in range(threads)
         ]
@@ -131,7 +126,7 @@ class Writer:
 
     def abandon(self, serial: int) -> None:
         """The pass will bring no more frames and no record: forget it. Safe in a finalizer."""
-        self._abandoned_news.append(serial)
+        self._ledger.abandon(serial)
 
     def drain(self) -> None:
         """Wait until all that was submitted is written and sealed."""
@@ -146,12 +141,9 @@ class Writer:
                 self._changed.wait()
 
     def set_facts(self, facts: ShardFacts) -> None:
-        """Say something else in the shards from here on. Call it after :meth:`drain`; records cannot cross it."""
+        """The weights changed: say so in new shards. Call it after :meth:`drain`; no record goes across."""
         with self._changed:
-            if facts.epoch != self._facts.epoch:
-                self._keys.clear()
-            for record in list(self._open.values()):
-                self._fail(record)
+            self._ledger.close_epoch()
             self._facts = facts
 
     def close(self) -> None:
@@ -173,7 +165,14 @@ class Writer:
         ``waste_bytes`` of those among them that belong to no record.
         """
         with self._changed:
-            return {**self._counts, "queue": len(self._outstanding)}
+            ledger = self._ledger
+            return {
+                **self._counts,
+                "bad_frames": self._counts["bad_frames"] + ledger.doubled,
+                "duplicates": ledger.duplicates,
+                "waste_bytes": ledger.waste_bytes,
+                "queue": len(self._outstanding),
+            }
 
     # The loop of a thread.
 
@@ -185,7 +184,7 @@ class Writer:
         """What to do next, waiting for it; None at the end."""
         with self._changed:
             while True:
-                self._take_abandoned()
+                self._ledger.take_abandoned(self._submitted, self._outstanding)
                 if self._frames:
                     return partial(self._store, *self._frames.popleft())
                 if self._flights:
@@ -211,7 +210,7 @@ class Writer:
             with self._changed:
                 self._counts["bad_frames"] += len(frames)
                 for _, _, record in frames:
-                    self._fail(record)
+                    self._ledger.fail(record)
             frames = []
         landed = _Landed(flight, number, len(frames))
         if not frames:
@@ -227,12 +226,14 @@ class Writer:
         try:
             if not record.failed:
                 frame = landed.flight.buffer[offset : offset + size]
-                header = self._checked(frame, record)
+                header, values = check_arrival(frame, record, self._facts, self._table)
+                if self._observe is not None and header.payload is Payload.RAW and self._has_planes:
+                    self._observe(values.view(np.uint16).reshape(header.tokens, header.geometry.layers, -1))
                 ids = record.token_ids[header.first_position : header.first_position + header.tokens]
                 stored, pieces = store_frame(frame, header, ids, self._codec)
                 with self._appending:
                     full = self._append(record, stored, pieces)
-        except _OtherTokens as error:
+        except OtherTokens as error:
             self._refuse(record, "failed_proofs", str(error))
         except FormatError as error:
             self._refuse(record, "bad_frames", str(error))
@@ -258,32 +259,6 @@ class Writer:
 
     # Frames.
 
-    def _checked(self, frame: U8Array, record: Record) -> Header:
-        """The header of a kernel's frame that is what ``record`` expects; FormatError when it is not."""
-        header = parse_header(frame)
-        geometry, first, tokens = self._facts.geometry, header.first_position, header.tokens
-        if header.payload is Payload.TABLE or header.geometry != geometry or len(frame) != geometry.frame_bytes(tokens):
-            raise FormatError(f"a frame of {len(frame)} bytes and {header.geometry} came where {geometry} is captured")
-        expected = (record.serial, record.key, len(record.token_ids))
-        if (header.serial, header.key, header.total_tokens) != expected:
-            raise FormatError(
-                f"pass {header.serial}, key {header.key.hex()}, {header.total_tokens} tokens came instead"
-            )
-        payload_end = HEADER_BYTES + tokens * geometry.row_bytes
-        table = self._table(header.table) if header.payload is Payload.PLANES else None
-        values = payload_values(frame[HEADER_BYTES:payload_end], header, table)
-        sums = row_sums(values.view(np.uint64).reshape(tokens, geometry.layers, -1), np.arange(first, first + tokens))
-        wrong = np.flatnonzero(sums != frame[payload_end : payload_end + 8 * tokens].view(np.uint64))
-        if len(wrong):
-            raise FormatError(f"{len(wrong)} of {tokens} rows from position {first + wrong[0]} on fail their checksum")
-        if header.proof != prompt_proof(record.token_ids[first : first + tokens], first, self._facts.seed):
-            raise _OtherTokens(
-                f"the forward consumed other tokens than its own in the {tokens} from position {first} on"
-            )
-        if self._observe is not None and header.payload is Payload.RAW and geometry.dtype.element_bytes == 2:
-            self._observe(values.view(np.uint16).reshape(tokens, geometry.layers, geometry.hidden))
-        return header
-
     def _table(self, identity: int) -> Table:
         try:
             return self._tables(identity)
@@ -294,7 +269,7 @@ class Writer:
         with self._changed:
             if not record.failed or count != "failed_proofs":
                 self._counts[count] += 1
-            self._fail(record)
+            self._ledger.fail(record)
         log.error("the prompt %s is not stored: %s", record.key.hex(), reason)
 
     def _append(self, record: Record, header: Header, pieces: Pieces) -> ShardFile | None:
@@ -313,54 +288,16 @@ class Writer:
         except OSError as error:
             with self._changed:
                 self._disk_failed(f"cannot write to {self._directory.path}", error)
-                self._fail(record)
+                self._ledger.fail(record)
                 return self._detach()
         with self._changed:
             self._disk_fails = False
             self._counts["rows"] += header.tokens
             self._counts["raw_bytes"] += header.tokens * header.geometry.row_bytes
             self._counts["stored_bytes"] += header.stored_bytes
-            record.take(header)
-            if record.failed:  # while its frame was written
-                self._counts["waste_bytes"] += header.stored_bytes
-            else:
-                self._open[record.serial] = record
-                if record.all_rows():
-                    self._complete(record, shard)
+            self._ledger.stored(record, header, shard.number)
             full = shard.frames_bytes >= self._shard_bytes or shard.frames >= MAX_FRAMES - 1
             return self._detach() if full else None
-
-    def _complete(self, record: Record, shard: ShardFile) -> None:
-        if not record.tiles():
-            log.error("the prompt %s is not stored: some of its rows came twice", record.key.hex())
-            self._counts["bad_frames"] += 1
-            self._fail(record)
-        elif record.key in self._keys:
-            self._counts["duplicates"] += 1
-            self._fail(record)
-        else:
-            del self._open[record.serial]
-            self._keys.add(record.key)
-            self._listed[shard.number].append(record)
-
-    def _fail(self, record: Record) -> None:
-        """No record comes of it: its frames are waste, and later ones are dropped. Holds the lock."""
-        if not record.failed:
-            record.failed = True
-            self._counts["waste_bytes"] += record.stored_bytes
-            self._open.pop(record.serial, None)
-
-    def _take_abandoned(self) -> None:
-        """Forget abandoned passes; remembers each as long as frames of it may be under way. Holds the lock."""
-        while self._abandoned_news:
-            self._abandoned.append((self._submitted, self._abandoned_news.popleft()))
-        oldest = min(self._outstanding, default=self._submitted + 1)
-        for before, serial in list(self._abandoned):
-            record = self._open.get(serial)
-            if record is not None:
-                self._fail(record)
-            if before < oldest:
-                self._abandoned.remove((before, serial))
 
     # Shards.
 
@@ -368,7 +305,7 @@ class Writer:
         shard = ShardFile(self._directory, self._facts, self._shards_opened)
         with self._changed:
             self._shard = shard
-            self._listed[self._shards_opened] = []
+            self._ledger.shard_opened(shard.number)
             self._shards_opened += 1
             self._changed.notify_all()  # the threads now have a time to seal at
         return shard
@@ -383,8 +320,8 @@ class Writer:
         with self._changed:
             while self._shards_ended != shard.number:
                 self._changed.wait()
-            self._take_abandoned()
-            listed = self._listed.pop(shard.number)
+            self._ledger.take_abandoned(self._submitted, self._outstanding)
+            listed = self._ledger.shard_ends(shard.number)
         sealed: list[Record] | None = None
         try:
             try:
@@ -394,13 +331,13 @@ class Writer:
                     raise
                 with self._changed:
                     self._disk_failed(f"cannot seal {shard.path}", error)
-                    self._lose(shard.give_way(), listed)
+                    self._ledger.lose(shard.give_way(), listed)
                 sealed = self._seal(shard, listed)
         except Exception as error:
             shard.discard()
             with self._changed:
                 self._disk_failed(f"cannot seal {shard.path}", error)
-                self._lose(shard.serials, listed)
+                self._ledger.lose(shard.serials, listed)
         with self._changed:
             if sealed is not None:
                 self._counts["shards"] += 1
@@ -413,9 +350,7 @@ class Writer:
         with self._changed:
             # A record fails after it was listed when an earlier shard with frames of it could not be sealed.
             records = [record for record in listed if not record.failed]
-            # Frames in it may be of records that are still open, or that a later shard lists.
-            later = {record.serial for listed in self._listed.values() for record in listed if not record.failed}
-            useful = bool(records) or not shard.serials.isdisjoint(self._open.keys() | later)
+            useful = bool(records) or self._ledger.useful(shard.serials)
         if not useful:
             shard.discard()
             return None
@@ -426,13 +361,6 @@ class Writer:
             *(shard.path, len(records), shard.rows, shard.raw_bytes / file_bytes, shard.raw_bytes / took_s / 1e6),
         )
         return records
-
-    def _lose(self, serials: set[int], listed: list[Record]) -> None:
-        """Frames of these passes are gone: so are their records, here, open or listed later. Holds the lock."""
-        for record in [*listed, *self._open.values(), *(r for later in self._listed.values() for r in later)]:
-            if record.serial in serials:
-                self._fail(record)
-                self._keys.discard(record.key)
 
     def _disk_failed(self, what: str, error: Exception) -> None:
         self._counts["write_errors"] += 1

@@ -19,9 +19,9 @@ import torch
 
 from hashtap.directory import CaptureDirectory
 from hashtap.exponents import TableBuilder
+from hashtap.facts import ShardFacts
 from hashtap.frame import NUMPY_DTYPE, Table
 from hashtap.identity import prompt_key
-from hashtap.shard import ShardFacts
 from hashtap.writer import Flight, Record, Writer
 from hashtap_kernels.layout import Dtype, Geometry
 from hashtap_kernels.plan import Piece, plan_frames

@@ -13,15 +13,14 @@ from hashtap.errors import FormatError
 from hashtap.exponents import TableBuilder
 from hashtap.frame import (
     NUMPY_DTYPE,
-    Header,
     StoredFrame,
     Table,
-    parse_header,
     payload_values,
     store_frame,
     store_table,
     stored_bytes_limit,
 )
+from hashtap.header import Header, parse_header
 from hashtap.identity import prompt_key
 from hashtap_kernels.layout import HEADER, HEADER_BYTES, Dtype, Geometry, Payload
 from hashtap_kernels.plan import Piece, plan_frames

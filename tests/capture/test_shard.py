@@ -13,10 +13,10 @@ from tests.capture.build import GEOMETRY, Host, facts, states_of
 from tests.capture.tamper import Tampered
 
 from hashtap.errors import FormatError, UsageError
+from hashtap.facts import ShardFacts
 from hashtap.shard import (
     HEADER_LIMIT_BYTES,
     Shard,
-    ShardFacts,
     encode_header,
     read_shard,
     reserved_bytes,

@@ -249,8 +249,7 @@ def test_an_abandoned_pass_leaves_nothing_but_waste(tmp_path: Path) -> None:
     assert_captured(tmp_path, [ids])
     counters = host.writer.counters()
     assert (counters["records"], counters["duplicates"]) == (1, 0)
-    assert host.writer._open == {}
-    assert not host.writer._abandoned
+    assert len(host.writer._ledger) == 0
     assert counters["waste_bytes"] > 0
 
 
@@ -263,8 +262,7 @@ def test_abandoned_while_its_frames_are_under_way(tmp_path: Path) -> None:
         host.writer.abandon(record.serial)
         host.forward([(record, states, 20, 10)])
         landed.set()
-    assert host.writer._open == {}
-    assert not host.writer._abandoned
+    assert len(host.writer._ledger) == 0
     assert host.directory.shards() == host.directory.partials() == []
 
 

@@ -1,0 +1,54 @@
+"""The check of a frame that arrives from the kernel: is it whole, and is it the one that its record waits for?"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from hashtap.errors import FormatError
+from hashtap.facts import ShardFacts
+from hashtap.flight import Record
+from hashtap.frame import Table, payload_values
+from hashtap.header import Header, parse_header
+from hashtap_kernels.layout import HEADER_BYTES, Payload
+from hashtap_kernels.proof import prompt_proof, row_sums
+
+__all__ = ["OtherTokens", "check_arrival"]
+
+
+class OtherTokens(FormatError):
+    """The forward consumed other tokens than the record's own."""
+
+
+def check_arrival(
+    frame: npt.NDArray[np.uint8], record: Record, facts: ShardFacts, tables: Callable[[int], Table]
+) -> tuple[Header, npt.NDArray[np.uint8]]:
+    """Check a kernel's frame; returns its header and the element values, as bytes ``[n * L * H * element bytes]``.
+
+    Args:
+        frame: uint8, of exactly the frame's length.
+        record: whose frame it must be.
+        facts: of the run; geometry and seed count.
+        tables: gives the reference-exponent table of an id, FormatError when there is none.
+
+    Raises:
+        OtherTokens: when the forward did not consume the record's own tokens.
+        FormatError: when anything else is not as it must be.
+    """
+    header = parse_header(frame)
+    geometry, first, tokens = facts.geometry, header.first_position, header.tokens
+    if header.payload is Payload.TABLE or header.geometry != geometry or len(frame) != geometry.frame_bytes(tokens):
+        raise FormatError(f"a frame of {len(frame)} bytes and {header.geometry} came where {geometry} is captured")
+    came = (header.serial, header.key, header.total_tokens)
+    if came != (record.serial, record.key, len(record.token_ids)):
+        raise FormatError(f"a frame of pass {came[0]}, key {came[1].hex()}, {came[2]} tokens came in its place")
+    payload_end = HEADER_BYTES + tokens * geometry.row_bytes
+    table = tables(header.table) if header.payload is Payload.PLANES else None
+    values = payload_values(frame[HEADER_BYTES:payload_end], header, table)
+    sums = row_sums(values.view(np.uint64).reshape(tokens, geometry.layers, -1), np.arange(first, first + tokens))
+    wrong = np.flatnonzero(sums != frame[payload_end : payload_end + 8 * tokens].view(np.uint64))
+    if len(wrong):
+        raise FormatError(f"{len(wrong)} of {tokens} rows from position {first + wrong[0]} on fail their checksum")
+    if header.proof != prompt_proof(record.token_ids[first : first + tokens], first, facts.seed):
+        raise OtherTokens(f"the forward consumed other tokens than its own in the {tokens} from position {first} on")
+    return header, values

@@ -1,0 +1,118 @@
+"""Which records are open, complete, failed or abandoned: the writer's bookkeeping.
+
+Not thread safe: the writer holds its lock around every call but :meth:`Ledger.abandon`.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+from hashtap.flight import Record
+from hashtap.header import Header
+
+__all__ = ["Ledger"]
+
+log = logging.getLogger("hashtap")
+
+
+class Ledger:
+    """The records of one writing run.
+
+    Attributes:
+        duplicates: complete records whose key was listed already.
+        doubled: records of which rows came twice.
+        waste_bytes: stored bytes of frames that will belong to no record.
+    """
+
+    def __init__(self) -> None:
+        self.duplicates = 0
+        self.doubled = 0
+        self.waste_bytes = 0
+        self._open: dict[int, Record] = {}  # by serial: some frames stored, but not all
+        self._keys: set[bytes] = set()  # of the records listed in this epoch
+        self._listed: dict[int, list[Record]] = {}  # by the number of a shard that is not ended
+        # A finalizer may call abandon() in the middle of anything: it only appends here, which takes no lock.
+        self._abandoned_news: deque[int] = deque()
+        self._abandoned: dict[int, int] = {}  # serial to the flights submitted before
+
+    def __len__(self) -> int:
+        """Passes that are remembered although no shard lists them: open ones and abandoned ones."""
+        return len(self._open) + len(self._abandoned)
+
+    def abandon(self, serial: int) -> None:
+        """The pass will bring no more frames. Safe in a finalizer, without a lock."""
+        self._abandoned_news.append(serial)
+
+    def take_abandoned(self, submitted: int, outstanding: Iterable[int]) -> None:
+        """Fail the abandoned passes. Each is remembered as long as frames of it may be under way.
+
+        Args:
+            submitted: number of the last flight.
+            outstanding: numbers of those that are not released.
+        """
+        while self._abandoned_news:
+            self._abandoned[self._abandoned_news.popleft()] = submitted
+        oldest = min(outstanding, default=submitted + 1)
+        for serial, before in list(self._abandoned.items()):
+            record = self._open.get(serial)
+            if record is not None:
+                self.fail(record)
+            if before < oldest:
+                del self._abandoned[serial]
+
+    def shard_opened(self, number: int) -> None:
+        """Records may be listed in this shard from now on."""
+        self._listed[number] = []
+
+    def stored(self, record: Record, header: Header, number: int) -> None:
+        """A frame of ``record`` was appended to the open shard ``number``; the record may be complete now."""
+        record.take(header)
+        if record.failed:  # while its frame was written
+            self.waste_bytes += header.stored_bytes
+            return
+        self._open[record.serial] = record
+        if not record.all_rows():
+            return
+        if not record.tiles():
+            log.error("the prompt %s is not stored: some of its rows came twice", record.key.hex())
+            self.doubled += 1
+            self.fail(record)
+        elif record.key in self._keys:
+            self.duplicates += 1
+            self.fail(record)
+        else:
+            del self._open[record.serial]
+            self._keys.add(record.key)
+            self._listed[number].append(record)
+
+    def fail(self, record: Record) -> None:
+        """No record comes of it: its frames are waste, and later ones are dropped."""
+        if not record.failed:
+            record.failed = True
+            self.waste_bytes += record.stored_bytes
+            self._open.pop(record.serial, None)
+
+    def close_epoch(self) -> None:
+        """The weights change: no record goes on, and a key may come again."""
+        for record in list(self._open.values()):
+            self.fail(record)
+        self._keys.clear()
+
+    def shard_ends(self, number: int) -> list[Record]:
+        """The records listed in a shard, which now ends."""
+        return self._listed.pop(number)
+
+    def useful(self, serials: set[int]) -> bool:
+        """Whether a shard with frames of these passes, but no record, is of use to one that is open or listed later."""
+        later = {record.serial for record in self._later() if not record.failed}
+        return not serials.isdisjoint(self._open.keys() | later)
+
+    def lose(self, serials: set[int], listed: list[Record]) -> None:
+        """Frames of these passes are gone: so are their records, those of ``listed``, open ones and later ones."""
+        for record in [*listed, *self._open.values(), *self._later()]:
+            if record.serial in serials:
+                self.fail(record)
+                self._keys.discard(record.key)
+
+    def _later(self) -> list[Record]:
+        return [record for listed in self._listed.values() for record in listed]
