@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-
-import hashtap
 from bench.figures import Figure, Measured
 from bench.server import Server
 from bench.smollm2 import make_smollm2
 from bench.text import standard_library_tokens
+
+import hashtap
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """``make bench``: every figure that has a bar, one line each: ``name value bar ok`` or ``… SHORT``.
 
-A figure that falls short is measured twice more and the median decides; the exit status is 1 when one is SHORT in the end.
+A figure that falls short is measured twice more and the median decides; the exit status is 1 if one is SHORT then.
 ``python bench/figures.py NAME …`` measures some of them. Each run writes a record to ``bench/results/``.
 """
 
@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def _cpu_model() -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
     known = measurements()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which measurements [all: {', '.join(known)}]")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,9 @@ class ServerFailed(Exception):
     """The server ended, or never came up. ``exit_status`` is None when it still ran."""
 
     def __init__(self, exit_status: int | None, log_tail: str) -> None:
-        super().__init__(f"{log_tail}\nthe server did not come up (exit status {exit_status}); the end of its log is above")
+        super().__init__(
+            f"{log_tail}\nthe server did not come up (exit status {exit_status}); its last lines are above"
+        )
         self.exit_status = exit_status
 
 
@@ -119,10 +122,8 @@ class Server:
         if self.process.poll() is None:
             self.resume()
             self.process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
         return self.kill()
 
     def kill(self) -> int:
@@ -141,10 +142,8 @@ class Server:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process is not None
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def processes(self) -> list[psutil.Process]:
         """It and its children."""

@@ -36,4 +36,4 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-open = Reader
+open = Reader  # noqa: A001 - people say hashtap.open

@@ -255,7 +255,8 @@ def check_sglang(found: str, root: Path, *, allow_unknown: bool = False) -> None
 
 def missing_targets(root: Path) -> Iterator[str]:
     """The targets that the SGLang sources under ``root`` lack, as dotted paths."""
-    modules = {target.module: _parse(root, target.module) for target in (*HOOKS.values(), *NAMES)}
+    targets: list[Hook | Names] = [*HOOKS.values(), *NAMES]
+    modules = {target.module: _parse(root, target.module) for target in targets}
     for hook in HOOKS.values():
         function = _find(modules[hook.module], hook.function)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .gather import Gather
-    from .reference import gather_reference
+    from hashtap_kernels.gather import Gather
+    from hashtap_kernels.reference import gather_reference
 
 __all__ = ["Gather", "gather_reference"]
 

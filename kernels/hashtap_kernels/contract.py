@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .layout import Dtype, Geometry
-from .plan import ROW, TOKENS, FramePlan
+from hashtap_kernels.layout import Dtype, Geometry
+from hashtap_kernels.plan import ROW, TOKENS, FramePlan
 
 __all__ = ["TORCH_DTYPE", "Buffer", "check_batch", "check_table", "row_alignment"]
 

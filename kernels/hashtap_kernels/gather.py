@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 import triton
 
-from . import gather_kernel as kernel
-from .contract import check_batch, check_table, row_alignment
-from .layout import FRAME_VERSION, HEADER_BYTES, Dtype, Geometry, Payload
-from .plan import FramePlan
-from .proof import table_id
+from hashtap_kernels import gather_kernel as kernel
+from hashtap_kernels.contract import check_batch, check_table, row_alignment
+from hashtap_kernels.layout import FRAME_VERSION, HEADER_BYTES, Dtype, Geometry, Payload
+from hashtap_kernels.plan import FramePlan
+from hashtap_kernels.proof import table_id
 
 __all__ = ["NUM_WARPS", "Gather", "compile_constants", "control_words", "gather"]
 

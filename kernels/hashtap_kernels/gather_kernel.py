@@ -11,8 +11,8 @@ captured graph replays over moved frames. Elements move as 64-bit words, never a
 import triton
 import triton.language as tl
 
-from . import layout, plan, proof
-from .lanes import minus_bytes, pack_low_bytes, rotate_left
+from hashtap_kernels import layout, plan, proof
+from hashtap_kernels.lanes import minus_bytes, pack_low_bytes, rotate_left
 
 __all__ = ["gather_kernel"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .layout import MAX_FRAME_TOKENS, Geometry
+from hashtap_kernels.layout import MAX_FRAME_TOKENS, Geometry
 
 __all__ = [
     "COLUMNS",

@@ -10,7 +10,7 @@ seed can build a second prompt with the same proof.
 import numpy as np
 import numpy.typing as npt
 
-from .layout import CHECKED_WORDS
+from hashtap_kernels.layout import CHECKED_WORDS
 
 __all__ = [
     "M0",

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .contract import Buffer, check_batch, check_table
-from .layout import FRAME_VERSION, HEADER, HEADER_BYTES, MAGIC, Geometry, Payload
-from .plan import KEY0, KEY1, OFFSET, POSITIONS, ROW, SERIAL, TOKENS, FramePlan
-from .planes import to_planes
-from .proof import header_check, row_sums, table_id, tokens_proof
+from hashtap_kernels.contract import Buffer, check_batch, check_table
+from hashtap_kernels.layout import FRAME_VERSION, HEADER, HEADER_BYTES, MAGIC, Geometry, Payload
+from hashtap_kernels.plan import KEY0, KEY1, OFFSET, POSITIONS, ROW, SERIAL, TOKENS, FramePlan
+from hashtap_kernels.planes import to_planes
+from hashtap_kernels.proof import header_check, row_sums, table_id, tokens_proof
 
 __all__ = ["gather_reference"]
 

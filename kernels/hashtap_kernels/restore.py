@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import triton
 
-from .planes import from_planes
-from .restore_kernel import restore_kernel
+from hashtap_kernels.planes import from_planes
+from hashtap_kernels.restore_kernel import restore_kernel
 
 __all__ = ["compile_constants", "restore", "restore_reference"]
 

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from .lanes import plus_bytes, rotate_right, spread_bytes
+from hashtap_kernels.lanes import plus_bytes, rotate_right, spread_bytes
 
 __all__ = ["restore_kernel"]
 
