@@ -18,6 +18,9 @@ from hashtap.shard import Shard, read_shard
 
 __all__ = ["Catalog", "Entry", "Incomplete", "Piece"]
 
+_Look = tuple[tuple[int, ...], Shard | FormatError]
+"""What tells a file from another of its name, and what was found in it."""
+
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
 
@@ -88,7 +91,7 @@ class Catalog:
     def __init__(self, directory: CaptureDirectory, epoch: str | None = None) -> None:
         self._directory = directory
         self._epoch = epoch
-        self._read: dict[Path, tuple[tuple[int, ...], Shard | FormatError]] = {}
+        self._read: dict[Path, _Look] = {}
         self.shards: list[Shard] = []
         self.bad_shards: dict[Path, FormatError] = {}
         self.entries: list[Entry] = []
@@ -99,11 +102,9 @@ class Catalog:
 
     def refresh(self) -> bool:
         """Read the shards that are new, forget those that are gone. Returns whether anything changed."""
-        found: dict[Path, tuple[tuple[int, ...], Shard | FormatError]] = {}
+        found: dict[Path, _Look] = {}
         for path in self._directory.shards():
-            state = _identity(path)
-            known = self._read.get(path)
-            found[path] = known if known is not None and known[0] == state else (state, _try_read(path))
+            found[path] = _look_at(path, self._read.get(path))
         if found == self._read:
             return False
         self._read = found
@@ -240,17 +241,18 @@ def _run(shard: Shard) -> tuple[str, str]:
     return shard.facts.writer, shard.facts.epoch
 
 
-def _identity(path: Path) -> tuple[int, ...]:
-    """Changes when the file does: sealed shards never change, but a name may come to mean another file."""
+def _look_at(path: Path, before: _Look | None) -> _Look:
+    """Read a shard, unless it is the file that was read before; a bad one is tried again."""
+    identity: tuple[int, ...]
     try:
         state = os.lstat(path)
+        identity = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
     except OSError:
-        return ()
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _try_read(path: Path) -> Shard | FormatError:
+        identity = ()
+    same = before is not None and before[0] == identity
+    if before is not None and same and isinstance(before[1], Shard):
+        return before
     try:
-        return read_shard(path)
+        return identity, read_shard(path)
     except FormatError as error:
-        return error
+        return before if before is not None and same and str(before[1]) == str(error) else (identity, error)

@@ -20,14 +20,13 @@ FORMAT_VERSION = 1
 IDENTITY_FILE = "hashtap.json"
 PARTIAL_SUFFIX = ".partial"
 _IDENTITY_LIMIT_BYTES = 65536
-_SHARD_NAME = re.compile(r"hashtap-[A-Za-z0-9._-]+-[0-9]+-r[0-9]+-[0-9a-f]{8}-[0-9]{6,}\.safetensors")
+_SHARD_NAME = re.compile(r"[^.].*\.safetensors", re.DOTALL)
 
 
 def shard_name(rank: int, writer: str, number: int) -> str:
     """The name of a writer's shard: host, process, rank, run and number, so that two writers never share one.
 
-    Nobody looks a shard up by its name: it may be renamed within the pattern ``hashtap-*.safetensors`` that
-    :meth:`CaptureDirectory.shards` accepts.
+    Nobody looks a shard up by its name: it may be renamed to anything that ends in ``.safetensors``.
     """
     host = re.sub(r"[^A-Za-z0-9._]", "_", socket.gethostname()) or "host"
     return f"hashtap-{host}-{os.getpid()}-r{rank}-{writer[:8]}-{number:06d}.safetensors"
@@ -87,7 +86,7 @@ class CaptureDirectory:
         return cls(path, _parse_identity(identity, text))
 
     def shards(self) -> list[Path]:
-        """The sealed shards, sorted by name. A file that is still being written is never among them."""
+        """The sealed shards, that is all ``*.safetensors``, sorted by name; none that is still being written."""
         return sorted(self.path / name for name in self._names() if _SHARD_NAME.fullmatch(name))
 
     def partials(self) -> list[Path]:

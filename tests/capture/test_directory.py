@@ -77,7 +77,8 @@ def test_only_sealed_shards_are_shards(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("socket.gethostname", lambda: "rack-7/gpu 3")
     directory = CaptureDirectory.create(tmp_path)
     names = [shard_name(rank, "89abcdef" * 4, number) for rank in (0, 11) for number in (0, 2, 1_000_000)]
-    for name in [*names, "model.safetensors", "hashtap-x.safetensors", f"x{names[0]}", f"{names[0]}.tmp"]:
+    names += ["renamed.safetensors", "-.safetensors"]
+    for name in [*names, "manifest.parquet", f".{names[0]}", f"{names[0]}.tmp", ".safetensors"]:
         (tmp_path / name).touch()
     partial = tmp_path / f"{shard_name(0, '89abcdef' * 4, 3)}.partial"
     partial.touch()

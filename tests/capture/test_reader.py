@@ -133,7 +133,7 @@ def test_names_of_shards_pair_nothing(path: Path, tmp_path: Path) -> None:
     """The files change names in a circle, and one gets a name of its own."""
     files = sorted(path.glob("*.safetensors"))
     names = [file.name for file in files]
-    names = [*names[1:], "hashtap-x-1-r0-00000000-999999.safetensors"]
+    names = [*names[1:], "renamed.safetensors"]
     for file, name in zip(files, names, strict=True):
         (tmp_path / name).write_bytes(file.read_bytes())
     (tmp_path / "hashtap.json").write_bytes((path / "hashtap.json").read_bytes())
@@ -363,3 +363,17 @@ def test_reading_needs_neither_torch_nor_safetensors(path: Path) -> None:
         "heavy = {'torch', 'triton', 'sglang', 'safetensors', 'pyarrow'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_shard_that_is_mended_is_read(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        host.capture([[1, 2, 3]])
+    (path,) = host.directory.shards()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    reader = Reader(tmp_path, strict=False)
+    assert not reader.refresh()
+    assert len(reader.bad_shards) == 1
+    path.write_bytes(whole)
+    assert reader.refresh()
+    assert (len(reader), len(reader.bad_shards)) == (1, 0)

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.capture.build import GEOMETRY, Host, facts, states_of
 
 from hashtap.errors import FormatError
 from hashtap.reader import Reader
 from hashtap.shard import read_shard
 from hashtap.shard_file import ShardFile
+from hashtap.verify import verify
 from hashtap_kernels.layout import HEADER_BYTES, Dtype, Geometry
 
 PROMPTS = [list(range(n, 2 * n)) for n in (1, 2, 37, 255, 256, 257, 512, 900)]
@@ -65,6 +69,32 @@ def test_every_element_type(tmp_path: Path, dtype: Dtype) -> None:
     assert_captured(tmp_path, PROMPTS, geometry)
     planes = any((shard.index[:, 6] & np.uint64(0xFF) == 1).any() for shard in Reader(tmp_path).shards)
     assert planes == (dtype in (Dtype.BF16, Dtype.FP16))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_schedule(tmp_path: Path, data: st.DataObject) -> None:
+    """Prompts in chunks of any size, mixed into forwards in any way, through any number of shards and threads."""
+    path = Path(tempfile.mkdtemp(dir=tmp_path))
+    lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=4))
+    prompts = [[number, *range(length - 1)] for number, length in enumerate(lengths)]
+    options = {
+        "shard_bytes": data.draw(st.sampled_from([20_000, 60_000, 1 << 30])),
+        "threads": data.draw(st.integers(1, 3)),
+    }
+    with Host(path, table_rows=data.draw(st.sampled_from([0, 1, 300])), **options) as host:
+        records = [host.record(ids) for ids in prompts]
+        taken = [0] * len(records)
+        while left := [n for n, ids in enumerate(prompts) if taken[n] < len(ids)]:
+            parts = []
+            for n in data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True)):
+                rest = len(prompts[n]) - taken[n]
+                tokens = data.draw(st.integers(min(rest, 30), rest))
+                parts.append((records[n], states_of(prompts[n]), taken[n], tokens))
+                taken[n] += tokens
+            host.forward(parts)
+    assert_captured(path, prompts)
+    assert verify(path, [(str(n), ids, b"") for n, ids in enumerate(prompts)]).ok
 
 
 def test_one_sample_of_many_chunks(tmp_path: Path) -> None:
