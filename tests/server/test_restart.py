@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from bench.server import Server
-from hashtap.directory import CaptureDirectory
-from hashtap.identity import prompt_key
-from hashtap.reader import Reader
 from tests import models
 from tests.server.cli import run_hashtap, start_hashtap, write_samples
 from tests.server.conftest import COMMON_FLAGS, capture_flags
 from tests.server.prompts import random_prompts, receipt, send_together
 from tests.server.waiting import wait_until
+
+from hashtap.directory import CaptureDirectory
+from hashtap.identity import prompt_key
+from hashtap.reader import Reader
 
 pytestmark = pytest.mark.server
 

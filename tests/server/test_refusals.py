@@ -1,0 +1,86 @@
+"""A server that cannot capture as asked does not serve: it ends with one clear line and a non-zero status."""
+
+from pathlib import Path
+
+import pytest
+from bench.server import Server
+from tests import models
+from tests.capture.build import Host
+from tests.server.conftest import COMMON_FLAGS, capture_flags
+from tests.server.waiting import wait_until
+
+pytestmark = pytest.mark.server
+
+
+def refused(model: Path, *flags: object, environment: dict[str, str] | None = None) -> str:
+    """The line that a server ends with which must not come up."""
+    server = Server(model, *COMMON_FLAGS, *flags, threads=1, environment=environment)
+    server.start()
+    try:
+        wait_until(lambda: server.process is not None and server.process.poll() is not None, 120, "the server to end")
+    finally:
+        status = server.kill()
+    log = server.log_text()
+    assert status != 0
+    assert "ready to roll" not in log
+    lines = [line for line in log.splitlines() if "hashtap: " in line]
+    assert len(lines) == 1, log[-4000:]
+    return lines[0]
+
+
+def test_a_mode_that_cannot_be_captured(tmp_path: Path) -> None:
+    line = refused(models.llama(), *capture_flags(tmp_path / "c"), "--enable-return-hidden-states")
+    assert "--enable-return-hidden-states does not go together with capture" in line
+
+
+def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
+    line = refused(models.llama(), *capture_flags(tmp_path / "c", 2, 4, 8))
+    assert "--capture-layers 8: this model has boundaries 0 to 7" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--pp-size", 2), "--pp-size 2"),
+        (("--is-embedding",), "--is-embedding"),
+        (("--tokenizer-worker-num", 2), "--tokenizer-worker-num 2"),
+        (("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"), "--enable-return-aux-hidden"),
+        (("--capture-wait-s", 200), "--capture-wait-s 200"),
+        (("--capture-ring-gib", 0.0011), "--capture-ring-gib 0.0011"),
+    ],
+    ids=str,
+)
+def test_more_that_is_refused(tmp_path: Path, flags: tuple[object, ...], named: str) -> None:
+    assert named in refused(models.llama(), *capture_flags(tmp_path / "c"), *flags)
+
+
+@pytest.mark.slow
+def test_no_default_boundaries_on_four_layers(tmp_path: Path) -> None:
+    line = refused(models.llama(layers=4), *capture_flags(tmp_path / "c"))
+    assert "on a model of 4 layers" in line
+    assert "--capture-layers" in line
+
+
+@pytest.mark.slow
+def test_a_directory_of_another_model(tmp_path: Path) -> None:
+    with Host(tmp_path / "c") as host:
+        host.capture([[1, 2, 3]])
+    line = refused(models.llama(), *capture_flags(tmp_path / "c"))
+    assert "of another server" in line
+    assert "--capture-dir" in line
+
+
+@pytest.mark.slow
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    assert "is not a directory" in refused(models.llama(), *capture_flags(tmp_path / "c"))
+
+
+@pytest.mark.slow
+def test_ranks_without_the_plugin(tmp_path: Path) -> None:
+    # The launching process has hashtap, the processes that it spawns are told to leave it out.
+    code = "import multiprocessing, os\nif multiprocessing.parent_process(): os.environ['SGLANG_PLUGINS'] = 'none'\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    line = refused(models.llama(), *capture_flags(tmp_path / "c"), environment={"PYTHONPATH": str(tmp_path)})
+    assert "1 of 1 scheduler processes run without hashtap" in line
