@@ -18,6 +18,7 @@ from hashtap import __version__
 from hashtap.errors import HashtapError, UsageError
 from hashtap.extract import Extraction, ExtractOptions
 from hashtap.progress import bar_or_lines
+from hashtap.quarantine import QUARANTINE_NAME
 from hashtap.reader import Reader
 from hashtap.samples import load_samples
 from hashtap.show import describe_capture, describe_directory, fact_lines, find_capture
@@ -116,10 +117,11 @@ def _extract(
     if as_json:
         print(json.dumps({**asdict(summary), "tokens_per_s": summary.tokens_per_s, "exit_code": code}))
     elif summary.samples:
-        for line in _summary_lines(summary, out):
+        for line in _summary_lines(summary, options):
             print(line)
     if summary.pending:
-        print(f"to capture the rest: {shlex.join(['hashtap', *sys.argv[1:]])}", file=sys.stderr)
+        again = [part.replace(api_key, "KEY") if api_key else part for part in sys.argv[1:]]
+        print(f"to capture the rest: {shlex.join(['hashtap', *again])}", file=sys.stderr)
     if trouble is not None:
         raise trouble
     raise typer.Exit(code)
@@ -174,20 +176,22 @@ def _boundaries(text: str | None) -> tuple[int, ...] | None:
         raise UsageError(f"--layers {text!r} are no boundaries; give whole numbers like 2,15,27") from None
 
 
-def _summary_lines(summary: Summary, out: Path) -> list[str]:
-    lines = [f"{summary.captured:,}/{summary.samples:,} samples captured in {out}"]
+def _summary_lines(summary: Summary, options: ExtractOptions) -> list[str]:
+    where = f"by {options.server}" if options.remote else f"in {options.out}"
+    lines = [f"{summary.captured:,}/{summary.samples:,} samples captured {where}"]
     if summary.already_captured:
         lines[0] += f", {summary.already_captured:,} of them before this run"
     lines += [f"  left out: {count:,} x {reason}" for reason, count in summary.left_out.items()]
     if summary.left_out:
-        lines.append(f"  named in {out / 'quarantine.jsonl'}")
+        lines.append(f"  named in {options.out / QUARANTINE_NAME}")
     if summary.pending:
         lines.append(f"  not captured yet: {summary.pending:,}")
-    ratio = f", ratio {summary.ratio:.3f}" if summary.ratio else ""
-    lines.append(
-        f"  {summary.tokens:,} tokens, {_size(summary.raw_bytes)} of states{ratio}, "
-        f"{summary.sent:,} requests, {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
-    )
+    if summary.sent:
+        ratio = f", ratio {summary.ratio:.3f}" if summary.ratio else ""
+        lines.append(
+            f"  {summary.tokens:,} tokens, {_size(summary.raw_bytes)} of states{ratio}, "
+            f"{summary.sent:,} requests, {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
+        )
     return lines
 
 

@@ -108,13 +108,15 @@ def test_a_lost_server_ends_with_3_and_says_how_to_go_on(tmp_path: Path, hashtap
 
     with Peer(tmp_path / "captures", trouble=trouble) as peer:
         command = ["extract", samples, "--server", peer.url, "--out", peer.directory, "--attempts", 1, "--timeout-s", 3]
-        code, out, err = hashtap(*command, "--concurrency", 1)
+        code, out, err = hashtap(*command, "--concurrency", 1, "--api-key", "secret")
     assert code == 3
     assert "9/40 samples captured" in out
     assert "  left out: 20 x not captured" in out
     assert "  not captured yet: 11" in out
     resume, error = err.splitlines()[-2:]
-    assert resume == "to capture the rest: hashtap " + " ".join(map(str, [*command, "--concurrency", 1]))
+    assert resume == "to capture the rest: hashtap " + " ".join(
+        map(str, [*command, "--concurrency", 1, "--api-key", "KEY"])
+    )
     assert error.startswith("hashtap: stopped: 20 samples failed in a row, the last with: ")
 
 
