@@ -95,15 +95,15 @@ class Gather:
             ValueError: when ``device`` is the CPU and Triton compiles its kernels.
         """
         self.geometry = geometry
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.max_frames = max_frames
         if self.device.type == "cpu" and isinstance(kernel.gather_kernel, triton.JITFunction):
             raise ValueError(
                 "the gather kernel runs on a GPU; on a CPU use gather_reference, or set TRITON_INTERPRET=1"
             )
         self._programs = programs or _default_programs(self.device)
-        self._control = _Control(kernel.DESCRIPTORS.value + max_frames * kernel.COLUMNS.value, self.device, uploads)
-        self._table = torch.zeros(geometry.layers * geometry.hidden, dtype=torch.uint8, device=self.device)
+        self._control = _Upload(kernel.DESCRIPTORS.value + max_frames * kernel.COLUMNS.value, self.device, uploads)
+        self._table = _Upload(geometry.layers * geometry.hidden // 8, self.device, 2)
         self._table_id = 0
 
     def set_table(self, table: U8Array | None) -> None:
@@ -116,15 +116,15 @@ class Gather:
             self._table_id = 0
             return
         check_table(table, self.geometry)
-        self._table.copy_(torch.from_numpy(table.reshape(-1)))
+        self._table.send(np.ascontiguousarray(table).reshape(-1).view(np.int64))
         self._table_id = table_id(table)
 
     def warm_up(self) -> None:
         """Compile and load every form of the kernel, so that no later launch does."""
-        self._control.upload(np.zeros(kernel.DESCRIPTORS.value, np.int64))
-        self._run(Payload.RAW, self._table, 1)
+        self._control.send(np.zeros(kernel.DESCRIPTORS.value, np.int64))
+        self._run(Payload.RAW, self._control.bytes, 1)
         if self.geometry.dtype in (Dtype.BF16, Dtype.FP16):
-            self._run(Payload.PLANES, self._table, 1)
+            self._run(Payload.PLANES, self._control.bytes, 1)
 
     def launch(
         self,
@@ -152,21 +152,13 @@ class Gather:
             raise ValueError(f"{len(plan)} frames: this gather was made for at most {self.max_frames} a launch")
         if not plan.rows:
             return
-        words = control_words(
-            sources,
-            input_ids,
-            positions,
-            plan,
-            seed=seed,
-            table_id=self._table_id,
-            forward=forward,
-        )
-        self._control.upload(words)
+        arguments = (sources, input_ids, positions, plan)
+        self._control.send(control_words(*arguments, seed=seed, table_id=self._table_id, forward=forward))
         self._run(Payload.PLANES if self._table_id else Payload.RAW, out, min(plan.rows, self._programs))
 
     def _run(self, payload: Payload, out: torch.Tensor, programs: int) -> None:
         constants = compile_constants(self.geometry, payload)
-        kernel.gather_kernel[(programs,)](self._control.tensor, self._table, out, **constants, num_warps=NUM_WARPS)
+        kernel.gather_kernel[(programs,)](self._control.words, self._table.bytes, out, **constants, num_warps=NUM_WARPS)
 
 
 def gather(
@@ -187,30 +179,37 @@ def gather(
     once.launch(sources, input_ids, positions, plan, out, seed=seed, forward=forward)
 
 
-class _Control:
-    """The control array on the device, and the pinned buffers that it is uploaded from in turn."""
+class _Upload:
+    """An int64 array on the device, and the pinned buffers that it is written from in turn."""
 
-    def __init__(self, words: int, device: torch.device, uploads: int) -> None:
-        self.tensor = torch.zeros(words, dtype=torch.int64, device=device)
+    def __init__(self, size: int, device: torch.device, buffers: int) -> None:
+        self.words = torch.zeros(size, dtype=torch.int64, device=device)
+        self.bytes = self.words.view(torch.uint8)
         self._buffers: list[torch.Tensor] = []
-        self._uploaded: list[torch.cuda.Event] = []
+        self._sent: list[torch.cuda.Event] = []
         if device.type != "cpu":
-            self._buffers = list(torch.zeros((uploads, words), dtype=torch.int64, pin_memory=True))
-            self._uploaded = [torch.cuda.Event() for _ in range(uploads)]  # type: ignore[no-untyped-call]
+            self._buffers = list(torch.zeros((buffers, size), dtype=torch.int64, pin_memory=True))
+            self._sent = [torch.cuda.Event() for _ in range(buffers)]  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def upload(self, words: I64Array) -> None:
+    def send(self, words: I64Array) -> None:
+        """Write the array's first words, on the current stream, without waiting for it."""
         if not self._buffers:
-            self.tensor.numpy()[: len(words)] = words
+            self.words.numpy()[: len(words)] = words
             return
         self._turn = (self._turn + 1) % len(self._buffers)
-        buffer, uploaded = self._buffers[self._turn], self._uploaded[self._turn]
+        buffer, sent = self._buffers[self._turn], self._sent[self._turn]
         # Only a host that is a whole round of buffers ahead of the device waits here.
-        if not uploaded.query():  # type: ignore[no-untyped-call]
-            uploaded.synchronize()
+        if not sent.query():  # type: ignore[no-untyped-call]
+            sent.synchronize()
         buffer.numpy()[: len(words)] = words
-        self.tensor[: len(words)].copy_(buffer[: len(words)], non_blocking=True)
-        uploaded.record()
+        self.words[: len(words)].copy_(buffer[: len(words)], non_blocking=True)
+        sent.record()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """``cuda`` is the current GPU, by its number: so tensors say it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _default_programs(device: torch.device) -> int:

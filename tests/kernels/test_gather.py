@@ -1,5 +1,8 @@
 """The kernel, in Triton's interpreter, bit for bit against the reference; every byte around its frames is watched."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,7 +13,7 @@ from batches import FORWARD, SEED, Batch, Request, make_batch, make_table, margi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hashtap_kernels.gather import Gather, _Control, gather
+from hashtap_kernels.gather import Gather, _Upload, gather
 from hashtap_kernels.layout import HEADER, Dtype, Geometry
 from hashtap_kernels.plan import Piece, plan_frames
 from hashtap_kernels.proof import add_proofs, prompt_proof
@@ -169,12 +172,22 @@ def test_more_frames_than_agreed_are_refused() -> None:
         launch(Gather(batch.geometry, "cpu", 2), batch)
 
 
+def test_on_a_cpu_without_the_interpreter_it_is_refused() -> None:
+    code = (
+        "import hashtap_kernels as k; from hashtap_kernels.layout import Geometry; k.Gather(Geometry(1, 8), 'cpu', 1)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "ValueError: the gather kernel runs on a GPU; on a CPU use gather_reference" in done.stderr
+
+
 def test_warm_up_writes_nothing() -> None:
     geometry = Geometry(2, 16)
     kernel = Gather(geometry, "cpu", 2)
     kernel.set_table(np.full((2, 16), 77, np.uint8))
     kernel.warm_up()
-    assert (kernel._table == 77).all()
+    assert (kernel._table.bytes == 77).all()
+    assert (kernel._control.bytes == 0).all()
 
 
 def test_nothing_captured_writes_nothing() -> None:
@@ -203,12 +216,12 @@ class SlowEvent:
 
 @pytest.mark.parametrize(("steps", "waits"), [(2, False), (3, True)])
 def test_an_upload_buffer_is_reused_only_when_its_upload_is_done(steps: int, waits: bool) -> None:
-    control = _Control(8, torch.device("cpu"), uploads=3)
+    control = _Upload(8, torch.device("cpu"), 3)
     control._buffers = list(torch.zeros((3, 8), dtype=torch.int64))
-    control._uploaded = [SlowEvent(number, steps) for number in range(3)]
+    control._sent = [SlowEvent(number, steps) for number in range(3)]
     SlowEvent.log.clear()
     for upload in range(4):
-        control.upload(np.arange(upload, upload + 5))
-        assert control.tensor.tolist() == [*range(upload, upload + 5), 0, 0, 0]
+        control.send(np.arange(upload, upload + 5))
+        assert control.words.tolist() == [*range(upload, upload + 5), 0, 0, 0]
     turns = ["record 1", "record 2", "record 0"]
     assert SlowEvent.log == [*turns, *(["wait 1"] if waits else []), "record 1"]
