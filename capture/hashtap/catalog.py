@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import FormatError
+from hashtap.identity import KEY_BYTES
 from hashtap.shard import Shard, read_shard
 
 __all__ = ["Catalog", "Entry", "Incomplete", "Piece"]
@@ -37,7 +38,7 @@ class Entry:
         proof: of the whole prompt, two 64-bit lanes.
         shared_tokens: so many rows at its beginning are those of the record ``donor_key``.
         donor_key: 16 bytes; zeros when nothing is shared.
-        salt_sum: of the key's salt, see :func:`hashtap.shard.salt_sum`.
+        salt_sum: of the key's salt, see :func:`hashtap.header.salt_sum`.
     """
 
     key: bytes
@@ -99,12 +100,11 @@ class Catalog:
         self.incomplete: list[Incomplete] = []
         self._by_key: dict[bytes, dict[str, Entry]] = {}
         self._frames: dict[tuple[str, str], _Frames] = {}
+        self._rows: dict[Shard, list[Entry]] = {}
 
     def refresh(self) -> bool:
         """Read the shards that are new, forget those that are gone. Returns whether anything changed."""
-        found: dict[Path, _Look] = {}
-        for path in self._directory.shards():
-            found[path] = _look_at(path, self._read.get(path))
+        found = {path: _look_at(path, self._read.get(path)) for path in self._directory.shards()}
         if found == self._read:
             return False
         self._read = found
@@ -143,39 +143,34 @@ class Catalog:
         return self._by_key.get(entry.donor_key, {}).get(entry.epoch) if entry.shared_tokens else None
 
     def _join(self) -> None:
+        """Join frames to records. What is public changes at the end, so that other threads never see half of it."""
         runs: dict[tuple[str, str], list[Shard]] = {}
         for shard in self.shards:
             runs.setdefault(_run(shard), []).append(shard)
-        self._frames = {run: _Frames(shards) for run, shards in runs.items()}
-        self.entries, self.duplicates, self.incomplete, self._by_key = [], [], [], {}
-        for shard in self.shards:
-            records = shard.records
-            whole = self._frames[_run(shard)].cover(records[:, 2], records[:, 6], records[:, 3])
-            for entry, is_whole in zip(_entries(shard), whole.tolist(), strict=True):
-                same_key = self._by_key.setdefault(entry.key, {})
+        frames = {run: _Frames(shards) for run, shards in runs.items()}
+        self._rows = {shard: self._rows.get(shard) or list(_entries(shard)) for shard in self.shards}
+        entries: list[Entry] = []
+        duplicates: list[Entry] = []
+        incomplete: list[Incomplete] = []
+        by_key: dict[bytes, dict[str, Entry]] = {}
+        for shard, rows in self._rows.items():
+            epoch, records = shard.facts.epoch, shard.records
+            whole = frames[_run(shard)].cover(records[:, 2], records[:, 6], records[:, 3])
+            for entry, is_whole in zip(rows, whole.tolist(), strict=True):
                 if not is_whole:
-                    self.incomplete.append(Incomplete(entry, "frames of it are missing"))
-                elif entry.epoch in same_key:
-                    self.duplicates.append(entry)
+                    incomplete.append(Incomplete(entry, "frames of it are missing"))
+                elif by_key.setdefault(entry.key, {}).setdefault(epoch, entry) is entry:
+                    entries.append(entry)
                 else:
-                    same_key[entry.epoch] = entry
-                    self.entries.append(entry)
-        self._drop_orphans()
-        self._by_key = {key: epochs for key, epochs in self._by_key.items() if epochs}
-
-    def _drop_orphans(self) -> None:
-        """Records that share rows with a record which is not there, or in a circle, are incomplete."""
-        for entry in [entry for entry in self.entries if entry.shared_tokens]:
-            seen, current, needed = set[bytes](), entry, entry.shared_tokens
-            while needed:
-                seen.add(current.key)
-                donor = self._donor(current)
-                if donor is None or donor.key in seen or donor.total_tokens < needed:
-                    self.incomplete.append(Incomplete(entry, f"its donor {current.donor_key.hex()} is missing"))
-                    self.entries.remove(entry)
-                    del self._by_key[entry.key][entry.epoch]
-                    break
-                current, needed = donor, min(needed, donor.shared_tokens)
+                    duplicates.append(entry)
+        for entry in _orphans(entries, by_key):
+            incomplete.append(Incomplete(entry, f"its donor {entry.donor_key.hex()} is missing"))
+            entries.remove(entry)
+            by_key[entry.key].pop(entry.epoch)
+            if not by_key[entry.key]:
+                del by_key[entry.key]
+        self._frames, self._by_key = frames, by_key
+        self.entries, self.duplicates, self.incomplete = entries, duplicates, incomplete
 
 
 class _Frames:
@@ -223,16 +218,33 @@ class _Frames:
         ]
 
 
+def _orphans(entries: list[Entry], by_key: dict[bytes, dict[str, Entry]]) -> list[Entry]:
+    """Those that share rows with a record which is not there or too short, or in a circle."""
+    orphans = []
+    for entry in [entry for entry in entries if entry.shared_tokens]:
+        seen, current, needed = {entry.key}, entry, entry.shared_tokens
+        while needed:
+            donor = by_key.get(current.donor_key, {}).get(current.epoch)
+            if donor is None or donor.key in seen or donor.total_tokens < needed:
+                orphans.append(entry)
+                break
+            seen.add(donor.key)
+            current, needed = donor, min(needed, donor.shared_tokens)
+    return orphans
+
+
 def _entries(shard: Shard) -> Iterator[Entry]:
-    for row, words in zip(shard.records.tolist(), shard.records, strict=True):
+    keys, donors = shard.records[:, 0:2].tobytes(), shard.records[:, 7:9].tobytes()
+    for number, row in enumerate(shard.records.tolist()):
+        at = slice(KEY_BYTES * number, KEY_BYTES * (number + 1))
         yield Entry(
-            key=words[0:2].tobytes(),
+            key=keys[at],
             shard=shard,
             serial=row[2],
             total_tokens=row[3],
             proof=(row[4], row[5]),
             shared_tokens=row[6],
-            donor_key=words[7:9].tobytes(),
+            donor_key=donors[at],
             salt_sum=row[9],
         )
 

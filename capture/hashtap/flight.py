@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hashtap.header import Header
-from hashtap.shard import salt_sum
+from hashtap.header import Header, salt_sum
 from hashtap_kernels.proof import add_proofs
 
 __all__ = ["Flight", "Record"]

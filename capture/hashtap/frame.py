@@ -80,7 +80,7 @@ def payload_values(payload: U8Array, header: Header, table: Table | None) -> U8A
 
 
 def store_frame(
-    frame: U8Array, header: Header, token_ids: npt.NDArray[np.int64], codec: Codec
+    frame: U8Array, header: Header, token_ids: npt.NDArray[np.int64], salt_sum: int, codec: Codec
 ) -> tuple[Header, Pieces]:
     """The stored form of a kernel's frame: its completed header and the pieces to write one behind the other.
 
@@ -88,6 +88,7 @@ def store_frame(
         frame: the kernel's frame, uint8, at least header, payload and row sums long. Pieces are views of it.
         header: its parsed header.
         token_ids: int64 ``[n]``, the ids of the frame's tokens.
+        salt_sum: of the prompt's key, see :func:`hashtap.header.salt_sum`.
         codec: what to try; a section that does not shrink is stored as it is.
     """
     payload_end = HEADER_BYTES + header.tokens * header.geometry.row_bytes
@@ -97,6 +98,7 @@ def store_frame(
     sums = frame[payload_end : payload_end + 8 * header.tokens]
     rest = frame[coded_end:payload_end]
     ids = np.ascontiguousarray(token_ids, "<i8").view(np.uint8)
+    header = replace(header, salt_sum=salt_sum)
     return _assemble(frame[:HEADER_BYTES], header, frame[HEADER_BYTES:coded_end], [rest, sums, ids], codec)
 
 
@@ -126,6 +128,7 @@ def _assemble(
     fields["codec"] = Codec.STORED if coded is None else Codec.ZSTD
     fields["stored_bytes"] = used + len(body[-1])
     fields["stored_sum"] = 0
+    fields["salt_sum"] = header.salt_sum
     digest = xxhash.xxh3_64(raw.data)
     for piece in body:
         digest.update(piece)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from hashtap.errors import FormatError
 from hashtap_kernels.layout import (
@@ -19,7 +20,7 @@ from hashtap_kernels.layout import (
 )
 from hashtap_kernels.proof import header_check
 
-__all__ = ["Header", "parse_header"]
+__all__ = ["Header", "parse_header", "salt_sum"]
 
 _FIELDS = struct.Struct("<QHHBBHIIIIQ16sQQQQIB3sQQQQ")  # HEADER, as one call unpacks it
 assert _FIELDS.size == HEADER.itemsize
@@ -43,6 +44,7 @@ class Header:
     codec: int
     stored_bytes: int
     stored_sum: int
+    salt_sum: int
 
 
 def parse_header(frame: npt.NDArray[np.uint8]) -> Header:
@@ -56,16 +58,16 @@ def parse_header(frame: npt.NDArray[np.uint8]) -> Header:
         raise FormatError(f"a frame of {len(frame)} bytes has no room for its header of {HEADER_BYTES}")
     words = _FIELDS.unpack_from(frame.data)
     magic, version, header_bytes, dtype, payload, layers, hidden, tokens, first_position, total_tokens = words[:10]
-    serial, key, *proof, table, forward, coded_bytes, codec, unused, stored_bytes, frame_sum, reserved, self_check = (
-        words[10:]
-    )
+    serial, key, *proof, table, forward, coded_bytes, codec, unused, stored_bytes, frame_sum, salt, self_check = words[
+        10:
+    ]
     if magic != MAGIC:
         raise FormatError("a frame does not begin with HASHTAP1")
     if version != FRAME_VERSION or header_bytes != HEADER_BYTES:
         raise FormatError(f"a frame has version {version}, and this hashtap reads {FRAME_VERSION}")
     if self_check != header_check(frame[:HEADER_BYTES].view(np.uint64)):
         raise FormatError("a frame's header fails its self-check")
-    if any(unused) or reserved:
+    if any(unused):
         raise FormatError("a frame's header uses bytes that this format reserves")
     try:
         header = Header(
@@ -83,11 +85,20 @@ def parse_header(frame: npt.NDArray[np.uint8]) -> Header:
             codec=codec,
             stored_bytes=stored_bytes,
             stored_sum=frame_sum,
+            salt_sum=salt,
         )
     except ValueError as error:
         raise FormatError(f"a frame's header holds {error}") from None
     _check(header)
     return header
+
+
+def salt_sum(salt: bytes) -> int:
+    """What is kept of a key's salt: 0 when it is empty, which makes the key recomputable; else a hash."""
+    if not salt:
+        return 0
+    value: int = xxhash.xxh3_64_intdigest(salt)
+    return value or 1
 
 
 def _check(header: Header) -> None:

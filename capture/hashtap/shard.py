@@ -40,7 +40,6 @@ __all__ = [
     "encode_header",
     "read_shard",
     "reserved_bytes",
-    "salt_sum",
     "trailer_words",
 ]
 
@@ -110,14 +109,6 @@ def reserved_bytes(facts: ShardFacts) -> int:
     if longest > HEADER_LIMIT_BYTES:
         raise UsageError(f"a shard's facts take {longest} bytes, over {HEADER_LIMIT_BYTES}: shorten the server flags")
     return -(-longest // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
-
-
-def salt_sum(salt: bytes) -> int:
-    """What a record keeps of its key's salt: 0 when it is empty, which makes the key recomputable; else a hash."""
-    if not salt:
-        return 0
-    value: int = xxhash.xxh3_64_intdigest(salt)
-    return value or 1
 
 
 def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:

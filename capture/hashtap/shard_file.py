@@ -1,10 +1,12 @@
 """The one shard that a writer has open: it is appended to, then sealed or discarded.
 
-Until it is sealed its name ends in ``.partial`` and its header is zeros, so that nothing takes it for data. Not thread
-safe: the writer holds its lock around every call but :meth:`ShardFile.seal`.
+Until it is sealed its name ends in ``.partial`` and its header's length is zero, so that nothing takes it for data; the
+facts stand there already, for whoever recovers its frames, and a lock on the file tells that its writer lives.
+Not thread safe: the writer holds its lock around every call but :meth:`ShardFile.seal`.
 """
 
 import errno
+import fcntl
 import os
 import time
 from array import array
@@ -69,7 +71,10 @@ class ShardFile:
             raise FileExistsError(errno.EEXIST, "a shard of that name is sealed already", str(self.path))
         self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            _write(self._descriptor, [memoryview(bytes(self._reserved_bytes))])
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unfinished = bytes(8) + encode_header(facts, 0, 0, 0).ljust(self._reserved_bytes - 8)
+            _write(self._descriptor, [memoryview(unfinished)])
         except OSError:
             self.discard()
             raise

@@ -17,10 +17,11 @@ from hashtap.catalog import Entry, Piece
 from hashtap.checks import odd_rows, ranges, wrong_rows
 from hashtap.errors import FormatError
 from hashtap.frame import NUMPY_DTYPE, StoredFrame
+from hashtap.header import salt_sum
 from hashtap.identity import TokenIds, prompt_key
 from hashtap.reader import Reader
 from hashtap.report import Problem, Report
-from hashtap.shard import Shard, salt_sum
+from hashtap.shard import Shard
 from hashtap_kernels.layout import Payload
 from hashtap_kernels.proof import add_proofs, prompt_proof
 
@@ -185,6 +186,9 @@ class _Checker:
         rows, header = ((piece.start, piece.stop),), frame.header
         if header.key != entry.key:
             detail = f"the frame is of the prompt {header.key.hex()}"
+            self.report(entry, "key", detail, rows, shard=piece.shard.path)
+        if header.salt_sum != entry.salt_sum:
+            detail = f"the frame's key has the salt {header.salt_sum:016x}, the record's {entry.salt_sum:016x}"
             self.report(entry, "key", detail, rows, shard=piece.shard.path)
         if header.total_tokens != entry.total_tokens:
             detail = f"the frame is of a prompt of {header.total_tokens} tokens, the record has {entry.total_tokens}"

@@ -27,7 +27,7 @@ from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.flight import Flight, Record
 from hashtap.frame import Pieces, Table, store_frame, store_table
-from hashtap.header import Header
+from hashtap.header import Header, salt_sum
 from hashtap.ledger import Ledger
 from hashtap.shard import MAX_FRAMES
 from hashtap.shard_file import ShardFile
@@ -230,7 +230,7 @@ class Writer:
                 if self._observe is not None and header.payload is Payload.RAW and self._has_planes:
                     self._observe(values.view(np.uint16).reshape(header.tokens, header.geometry.layers, -1))
                 ids = record.token_ids[header.first_position : header.first_position + header.tokens]
-                stored, pieces = store_frame(frame, header, ids, self._codec)
+                stored, pieces = store_frame(frame, header, ids, salt_sum(record.salt), self._codec)
                 with self._appending:
                     full = self._append(record, stored, pieces)
         except OtherTokens as error:

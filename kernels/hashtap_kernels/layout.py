@@ -87,7 +87,7 @@ HEADER = np.dtype(
         ("unused", "u1", (3,)),
         ("stored_bytes", "<u8"),  # word 12: bytes of the stored frame, padding included; the writer's
         ("stored_sum", "<u8"),  # word 13: xxh3_64 of the stored frame with this word zero; the writer's
-        ("reserved", "<u8"),  # word 14: zero
+        ("salt_sum", "<u8"),  # word 14: a hash of the key's salt, 0 for none; the writer's
         ("self_check", "<u8"),  # word 15: proof.header_check of words 0 to 10
     ]
 )

@@ -14,13 +14,13 @@ from tests.capture.tamper import Tampered
 
 from hashtap.errors import FormatError, UsageError
 from hashtap.facts import ShardFacts
+from hashtap.header import salt_sum
 from hashtap.shard import (
     HEADER_LIMIT_BYTES,
     Shard,
     encode_header,
     read_shard,
     reserved_bytes,
-    salt_sum,
 )
 from hashtap_kernels.layout import Dtype, Geometry
 

@@ -388,7 +388,10 @@ def test_salted_keys(tmp_path: Path) -> None:
     tampered = Tampered(host.directory.shards()[0])
     tampered.records[0, 9] = 0
     tampered.reseal()
-    assert only(verify(tmp_path), "key").key == prompt_key([1, 2], salt).hex()
+    report = verify(tmp_path)
+    assert kinds(report) == ["key", "key"]
+    assert report.problems[0].key == prompt_key([1, 2], salt).hex()
+    assert "the record's 0000000000000000" in report.problems[0].detail
 
 
 def test_shards_that_are_not_sealed_are_counted(tmp_path: Path) -> None:
