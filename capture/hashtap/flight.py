@@ -21,12 +21,14 @@ class Record:
         key: the prompt's key, 16 bytes.
         token_ids: the request's own prompt, int64 ``[T]``.
         salt: what went into the key besides.
+        captured: whether all its rows were taken, so that it no longer ends with its request.
     """
 
     serial: int
     key: bytes
     token_ids: npt.NDArray[np.int64]
     salt: bytes = b""
+    captured: bool = False
     _first_positions: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # to tokens, of each frame
     _rows: int = field(init=False, repr=False, default=0)
     stored_bytes: int = field(init=False, repr=False, default=0)

@@ -58,7 +58,8 @@ class Tracked:
     state: str = "capturing"  # then captured, incomplete, dropped or refused
     reason: str | None = None
     rows: int = 0  # prompt rows taken so far, always a prefix of the prompt
-    ending: "weakref.finalize[[int], Tracked] | None" = None  # forgets the pass's frames; at the latest when self dies
+    # Forgets the frames of the present pass unless it is whole; at the latest when this object dies.
+    ending: "weakref.finalize[[Writer, Record], Tracked] | None" = None
 
     def end_pass(self) -> None:
         """No more rows will come under the present serial."""
@@ -209,7 +210,7 @@ class Session:
         self._writer.close()
 
     def _sources(self, batch: Batch) -> list[Any]:
-        """The L tensors ``[>= T, H]`` of a batch, checked on every forward."""
+        """The L tensors ``[>= T, H]`` of a batch. Their number is checked here, each of them by the kernel's contract."""
         layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
         aux = batch.aux
         if aux is None:
@@ -218,14 +219,9 @@ class Session:
             if aux.ndim != 2 or aux.shape[1] != (layers - 1) * hidden:
                 raise ValueError(f"packed auxiliary states are {tuple(aux.shape)}, not [T, {(layers - 1) * hidden}]")
             aux = [aux[:, i * hidden : (i + 1) * hidden] for i in range(layers - 1)]
-        sources = [*aux, batch.final]
-        rows = sum(batch.extend_lens)
-        if len(sources) != layers:
-            raise ValueError(f"the forward brought {len(sources) - 1} auxiliary layers, {layers - 1} were asked for")
-        for index, source in enumerate(sources):
-            if source.ndim != 2 or source.shape[1] != hidden or source.shape[0] < rows:
-                raise ValueError(f"states of layer {index} are {tuple(source.shape)}, not [{rows} or more, {hidden}]")
-        return sources
+        if len(aux) != layers - 1:
+            raise ValueError(f"the forward brought {len(aux)} auxiliary layers, {layers - 1} were asked for")
+        return [*aux, batch.final]
 
     def _continues(self, tracked: Tracked, first_position: int) -> bool:
         """Whether rows from ``first_position`` go on where the request's rows ended; settles it if not."""
@@ -271,15 +267,14 @@ class Session:
             tracked.rows += tokens
             if tracked.rows == len(tracked.record.token_ids):
                 tracked.state = "captured"
-                if tracked.ending is not None:
-                    tracked.ending.detach()
+                tracked.record.captured = True
                 self._counts["captured"] += 1
         self._writer.submit(Flight(memory, wait, _frames(plan, records), release=lambda: self._ring.give_back(offset)))
 
     def _begin_pass(self, tracked: Tracked) -> None:
         """From here on the request's frames carry its record's serial; those of an earlier pass are waste."""
         tracked.end_pass()
-        tracked.ending = weakref.finalize(tracked, self._writer.abandon, tracked.record.serial)
+        tracked.ending = weakref.finalize(tracked, _abandon_unfinished, self._writer, tracked.record)
         tracked.ending.atexit = False  # at exit the writer seals what is whole and leaves the rest
 
     def _fail(self, tracked: Tracked, state: str, reason: str) -> None:
@@ -297,6 +292,11 @@ class Session:
             "reason": tracked.reason,
             "directory": self._directory.uuid,
         }
+
+
+def _abandon_unfinished(writer: Writer, record: Record) -> None:
+    if not record.captured:
+        writer.abandon(record.serial)
 
 
 def _frames(plan: FramePlan, records: dict[int, Record]) -> Iterator[tuple[int, int, Record]]:

@@ -6,6 +6,7 @@ pieces into frames of at most ``MAX_FRAME_TOKENS`` and lays those out one behind
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,34 +41,15 @@ COLUMNS = 8
 I64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows of a batch that belong to consecutive tokens of one prompt.
+class Piece(NamedTuple):
+    """Consecutive rows of a batch that belong to consecutive tokens of one prompt."""
 
-    Attributes:
-        row: first row in the batch.
-        tokens: how many rows, at least 1.
-        first_position: position of the first of them in the prompt.
-        total_tokens: length of the whole prompt.
-        serial: number of this pass of this request, 64 bits.
-        key: the prompt's key, 16 bytes.
-    """
-
-    row: int
-    tokens: int
-    first_position: int
-    total_tokens: int
-    serial: int
-    key: bytes
-
-    def check(self) -> None:
-        """Raise ValueError when this is no part of a prompt."""
-        if self.tokens < 1 or self.row < 0:
-            raise ValueError(f"{self}: a piece has at least one token, from row 0 on")
-        if self.first_position < 0 or not self.first_position + self.tokens <= self.total_tokens < 1 << 31:
-            raise ValueError(f"{self}: the piece must lie inside its prompt of fewer than 2**31 tokens")
-        if len(self.key) != 16:
-            raise ValueError(f"{self}: a key has 16 bytes, not {len(self.key)}")
+    row: int  # first row in the batch
+    tokens: int  # how many rows, at least 1
+    first_position: int  # of the first of them in the prompt
+    total_tokens: int  # length of the whole prompt
+    serial: int  # number of this pass of this request, 64 bits
+    key: bytes  # the prompt's key, 16 bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,21 +111,28 @@ def plan_frames(pieces: Sequence[Piece], geometry: Geometry) -> FramePlan:
     Raises:
         ValueError: when a piece is no part of a prompt.
     """
-    for piece in pieces:
-        piece.check()
-    numbers = np.array([(p.row, p.tokens, p.first_position, p.total_tokens) for p in pieces], np.int64).reshape(-1, 4)
-    tokens = numbers[:, 1]
+    if not pieces:
+        return FramePlan(np.empty((0, COLUMNS), np.int64), 0, 0)
+    *numbers, serials, keys = zip(*pieces, strict=True)
+    columns = np.array(numbers, np.int64)
+    rows, tokens, firsts, totals = columns
+    wrong = (rows < 0) | (tokens < 1) | (firsts < 0) | (firsts + tokens > totals) | (totals >= 1 << 31)
+    if wrong.any() or any(len(key) != 16 for key in keys):
+        raise ValueError(
+            f"{pieces[int(wrong.argmax())]}: a piece is at least one row, lies inside its prompt of fewer than 2**31 "
+            "tokens and has a key of 16 bytes"
+        )
     counts = -(-tokens // MAX_FRAME_TOKENS)
     owner = np.repeat(np.arange(len(pieces)), counts)
     # How many tokens of its piece lie before each frame.
     before = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * MAX_FRAME_TOKENS
-    row, _, first, total = numbers[owner].T
+    row, _, first, total = columns[:, owner]
     descriptors = np.empty((len(owner), COLUMNS), np.int64)
     descriptors[:, ROW] = row + before
     descriptors[:, TOKENS] = np.minimum(tokens[owner] - before, MAX_FRAME_TOKENS)
     descriptors[:, POSITIONS] = (first + before) | total << 32
-    descriptors[:, SERIAL] = np.array([p.serial for p in pieces], np.uint64).view(np.int64)[owner]
-    descriptors[:, KEY0:] = np.frombuffer(b"".join(p.key for p in pieces), "<i8").reshape(-1, 2)[owner]
+    descriptors[:, SERIAL] = np.array(serials, np.uint64).view(np.int64)[owner]
+    descriptors[:, KEY0:] = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)[owner]
     return FramePlan(*_lay_out(descriptors, geometry))
 
 

@@ -260,8 +260,8 @@ def test_a_new_epoch_takes_nothing_half_done_along(host: Host) -> None:
         (lambda b: {"aux": b.aux[:2]}, "brought 2 auxiliary layers, 3 were asked for"),
         (lambda b: {"aux": None}, "brought no auxiliary layers"),
         (lambda b: {"aux": torch.cat(b.aux[:2], dim=1)}, r"packed auxiliary states are \(9, 48\), not \[T, 72\]"),
-        (lambda b: {"aux": [*b.aux[:2], b.aux[2][:3]]}, r"states of layer 2 are \(3, 24\)"),
-        (lambda b: {"final": b.final[:, :16]}, r"states of layer 3 are \(9, 16\)"),
+        (lambda b: {"aux": [*b.aux[:2], b.aux[2][:3]]}, "source 2 has 3 rows, the plan reads 4"),
+        (lambda b: {"final": b.final[:, :16]}, r"source 3 has shape \(9, 16\)"),
     ],
     ids=["layer missing", "none", "packed short", "rows missing", "narrow"],
 )
