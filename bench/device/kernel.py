@@ -86,16 +86,16 @@ def host_cost(bench: Bench, requests: int) -> None:
     if DRY or requests != 64:
         return
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")  # a wait inside torch raises
     with torch.profiler.profile() as profile:
+        torch.cuda.set_sync_debug_mode("error")  # a wait inside torch raises
         batch.launch(gather, out)
         torch.cuda.set_sync_debug_mode("default")
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
-    calls = [event.name for event in profile.events()]
-    launches = sum("LaunchKernel" in name for name in calls)
-    # The profiler itself synchronises the device.
-    waits = sum(name.endswith(("StreamSynchronize", "EventSynchronize")) for name in calls)
-    bench.row("profiler", launches=launches, waits=waits, allocations=allocations)
+    on_device = [call.name for call in profile.events() if call.device_type == torch.autograd.DeviceType.CUDA]
+    launches = sum(not name.startswith("Mem") for name in on_device)
+    # The profiler itself synchronises the device, by another call than these.
+    waits = sum(call.name.endswith(("StreamSynchronize", "EventSynchronize")) for call in profile.events())
+    bench.row("profiler", launches=launches, copies=len(on_device) - launches, waits=waits, allocations=allocations)
     bench.bar("launches a forward", launches, least=1, most=1)
     bench.bar("host waits a forward", waits, most=0)
     bench.bar("device allocations a forward", allocations, most=0)

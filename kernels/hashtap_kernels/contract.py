@@ -59,11 +59,10 @@ def check_batch(
         if len(tensor) < rows:
             raise ValueError(f"{name} have {len(tensor)} entries, the plan reads {rows}")
     _check_out(out, plan.bytes)
-    device = out.device if isinstance(out, torch.Tensor) else torch.device("cpu")
-    if any(tensor.device != sources[0].device for tensor in (*sources, input_ids, positions)):
+    device = sources[0].device
+    if any(tensor.device != device for tensor in (*sources, input_ids, positions)):
         raise ValueError("sources, input_ids and positions lie on different devices")
-    if device.type != "cpu" and device != sources[0].device:
-        raise ValueError(f"the output lies on {device}, the sources on {sources[0].device}")
+    _check_reachable(out, device)
 
 
 def check_table(table: npt.NDArray[np.uint8], geometry: Geometry) -> None:
@@ -94,6 +93,16 @@ def _check_source(name: str, source: torch.Tensor, rows: int, geometry: Geometry
         raise ValueError(f"{name} has {source.shape[0]} rows, the plan reads {rows}")
     if source.data_ptr() % align or source.stride(0) * geometry.dtype.element_bytes % align:
         raise ValueError(f"{name}: its address and row stride in bytes must be multiples of {align}; copy it first")
+
+
+def _check_reachable(out: Buffer, device: torch.device) -> None:
+    """A kernel on ``device`` writes to the same device or to pinned host memory."""
+    if isinstance(out, torch.Tensor) and out.device == device:
+        return
+    if isinstance(out, torch.Tensor) and out.device.type != "cpu":
+        raise ValueError(f"the output lies on {out.device}, the sources on {device}")
+    if device.type != "cpu" and not (isinstance(out, torch.Tensor) and out.is_pinned()):
+        raise ValueError(f"the output lies in pageable memory: pin it, or gather into a tensor on {device}")
 
 
 def _check_out(out: Buffer, size: int) -> None:

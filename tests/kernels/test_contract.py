@@ -79,6 +79,23 @@ def test_wide_and_narrow_elements_have_no_planes(dtype: Dtype) -> None:
         gather_reference(**arguments(geometry) | {"table": make_table(geometry)})
 
 
+def test_tensors_of_different_devices_are_refused() -> None:
+    given = arguments()
+    with pytest.raises(ValueError, match="different devices"):
+        gather_reference(**given | {"positions": given["positions"].to("meta")})
+    with pytest.raises(ValueError, match="the output lies on meta, the sources on cpu"):
+        gather_reference(**given | {"out": torch.empty(SIZE, dtype=torch.uint8, device="meta")})
+
+
+def test_a_device_cannot_write_to_pageable_memory() -> None:
+    given = arguments()
+    elsewhere = {name: given[name].to("meta") for name in ("input_ids", "positions")}
+    elsewhere["sources"] = [source.to("meta") for source in given["sources"]]
+    for out in (given["out"], torch.from_numpy(given["out"])):
+        with pytest.raises(ValueError, match="pageable memory: pin it, or gather into a tensor on meta"):
+            gather_reference(**given | elsewhere | {"out": out})
+
+
 def test_the_good_arguments_are_good() -> None:
     gather_reference(**GOOD)
     assert not (GOOD["out"] == POISON).all()
