@@ -49,6 +49,7 @@ _MODES = (
     _Mode("smg_grpc_mode", _on, "the gRPC server has no hashtap routes"),
     _Mode("grpc_mode", _on, "the gRPC server has no hashtap routes"),
     _Mode("use_ray", _on, "it was never tried"),
+    _Mode("nnodes", _several, "the ranks of the other nodes cannot tell this one that they capture"),
 )
 
 

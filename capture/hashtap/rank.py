@@ -6,7 +6,7 @@ It takes SGLang's objects as they come and imports nothing of SGLang; the seam c
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import randbits
 from shutil import disk_usage
@@ -18,47 +18,17 @@ from hashtap.directory import FORMAT_VERSION, CaptureDirectory
 from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
 from hashtap.facts import DTYPE_NAME, ShardFacts
 from hashtap.handshake import RankReport
+from hashtap.requests import refusal, wants_capture
 from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
 from hashtap_kernels.layout import Dtype, Geometry
 
-__all__ = ["Rank", "check_directory", "refusal", "wants_capture"]
+__all__ = ["Rank", "check_directory"]
 
 log = logging.getLogger("hashtap")
 
 PREFILL_MODES = ("EXTEND", "MIXED")
 _DTYPES = {DTYPE_NAME[dtype]: dtype for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32)}
-_CHANGES_STATES = {
-    "lora_id": "it uses a LoRA adapter",
-    "multimodal_inputs": "it holds images, audio or video",
-    "input_embeds": "it is given as embeddings",
-    "positional_embed_overrides": "it overrides embeddings",
-    "token_type_ids": "it has token types",
-    "session": "it continues a session, so its ids are not the whole prompt",
-    "extra_key": "it has an extra_key or cache salt",
-    "cache_salt": "it has a cache salt",
-}
-
-
-def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
-    """Whether a request that reached the scheduler is to be captured.
-
-    Args:
-        req: SGLang's ``Req``.
-        requests: the option ``capture_requests``.
-        health_prefix: what the rids of health checks start with.
-    """
-    if req.rid.startswith(health_prefix) or req.to_finish is not None or req.finished_reason is not None:
-        return False
-    params = req.sampling_params.custom_params
-    tag = params.get("hashtap") if isinstance(params, Mapping) else None
-    return requests == "all" if tag is None else tag is True
-
-
-def refusal(req: Any) -> str | None:
-    """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
-    reasons = (reason for name, reason in _CHANGES_STATES.items() if getattr(req, name) is not None)
-    return next(reasons, None)
 
 
 def check_directory(directory: CaptureDirectory, facts: ShardFacts) -> None:
@@ -88,6 +58,16 @@ def check_directory(directory: CaptureDirectory, facts: ShardFacts) -> None:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass as the scheduler meant it, before anything was padded."""
+
+    rids: tuple[str, ...]  # [R]
+    extend_lens: tuple[int, ...]  # [R]
+    prefix_lens: tuple[int, ...]  # [R]
+    positions: Any  # int [T]
+
+
 class Rank:
     """A scheduler process that takes part in capture.
 
@@ -105,7 +85,7 @@ class Rank:
         self._health_prefix = health_prefix
         self._info: dict[str, Any] = {}
         self._device = "cpu"
-        self._forward: Any = None  # the real batch of the forward pass that runs now
+        self._forward: _Forward | None = None  # the forward pass that runs now
         self._reached = False  # whether that pass came to the point where rows are taken
         self._receipts: list[dict[str, Any] | None] | None = None
 
@@ -217,7 +197,14 @@ class Rank:
             return False
         if batch.forward_mode.name not in PREFILL_MODES:
             return False
-        self._forward, self._reached, self._receipts = batch, False, None
+        # A copy: where ranks are padded to one length, SGLang changes the lengths on its way to the tensors.
+        self._forward = _Forward(
+            tuple(batch.rids),
+            tuple(batch.extend_seq_lens_cpu),
+            tuple(batch.extend_prefix_lens_cpu),
+            batch.positions,
+        )
+        self._reached, self._receipts = False, None
         return True
 
     def take(self, input_ids: Any, positions: Any, final: Any, aux: Any) -> None:
@@ -225,26 +212,26 @@ class Rank:
 
         Args:
             input_ids: int ``[>= T]``, what the pass consumed.
-            positions: int ``[>= T]``, or None to take the batch's.
+            positions: int ``[>= T]``, where in its prompt each of them stands; None for those of the noted batch.
             final: ``[>= T, H]``.
             aux: a list of L-1 tensors ``[>= T, H]`` or one packed ``[>= T, (L-1) H]``.
 
         Raises:
             SetupError: when they are not what was set up at the start.
         """
-        batch = self._forward
-        if batch is None or self._reached or self.session is None:
+        forward = self._forward
+        if forward is None or self._reached or self.session is None:
             return
         self._reached = True
         self._check_dtypes(final, aux)
         try:
             self._receipts = self.session.capture(
                 Batch(
-                    rids=batch.rids,
-                    extend_lens=batch.extend_seq_lens_cpu,
-                    prefix_lens=batch.extend_prefix_lens_cpu,
+                    rids=forward.rids,
+                    extend_lens=forward.extend_lens,
+                    prefix_lens=forward.prefix_lens,
                     input_ids=input_ids.long(),
-                    positions=(batch.positions if positions is None else positions).long(),
+                    positions=(forward.positions if positions is None else positions).long(),
                     aux=aux,
                     final=final,
                 )
@@ -258,10 +245,10 @@ class Rank:
         Raises:
             SetupError: when rows to capture went by without having been seen.
         """
-        batch, self._forward = self._forward, None
-        if self.session is None:
+        forward, self._forward = self._forward, None
+        if self.session is None or forward is None:
             return
-        if not self._reached and self.session.tracks(batch.rids):
+        if not self._reached and self.session.tracks(forward.rids):
             raise SetupError("a prompt was computed without coming to the point where its rows are captured")
         if self._receipts is not None:
             output.customized_info = {**(output.customized_info or {}), "hashtap": self._receipts}

@@ -19,6 +19,7 @@ from hashtap import __version__
 from hashtap.config import CaptureConfig
 from hashtap.errors import HashtapError, SetupError, UsageError
 from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
+from hashtap.requests import check_ids, mark_as_warm_up
 from hashtap.targets import HOOKS, Hook, Kind, Process, check_sglang, classes_with_setter, installed_sglang
 
 if TYPE_CHECKING:
@@ -137,11 +138,12 @@ class _Launcher:
             _stop_ranks(tokenizer_manager)
 
     def generate(self, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-        """Before each request: what comes before the server is up is warm-up."""
+        """Before each request: refuses ids that would end the server; what comes before it is up is warm-up."""
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
+        check_ids(obj.input_ids, manager.model_config.vocab_size)
         if manager.server_status == ServerStatus.Starting:
-            _mark_as_warm_up(obj)
+            mark_as_warm_up(obj)
 
     def shut_down(self, engine: Any) -> None:
         """Before an engine kills its processes."""
@@ -359,16 +361,6 @@ def _turn_radix_cache_off(server_args: Any) -> None:
     except AttributeError:
         return  # sealed already: the check of the arguments refuses it
     log.info("the radix cache is off while capture is on: rows that it serves would never be computed")
-
-
-def _mark_as_warm_up(obj: Any) -> None:
-    """Keep a request out of ``--capture-requests all``, unless it is tagged itself."""
-    if obj.sampling_params is None:
-        obj.sampling_params = {}
-    params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
-    for one in params:
-        if isinstance(one, dict):
-            one["custom_params"] = {"hashtap": False, **(one.get("custom_params") or {})}
 
 
 def _fingerprint(runner: Any) -> bytes:

@@ -30,6 +30,7 @@ PLAIN: dict[str, Any] = {
     "smg_grpc_mode": False,
     "grpc_mode": False,
     "use_ray": False,
+    "nnodes": 1,
     "disable_radix_cache": True,
     "watchdog_timeout": 300,
 }
@@ -68,6 +69,7 @@ def test_a_plain_server_passes() -> None:
         ("smg_grpc_mode", True, "--smg-grpc-mode "),
         ("grpc_mode", True, "--grpc-mode "),
         ("use_ray", True, "--use-ray "),
+        ("nnodes", 2, "--nnodes 2 "),
     ],
 )
 def test_refused(option: str, value: Any, shown: str) -> None:

@@ -1,4 +1,4 @@
-"""Which requests are captured, which are refused, and which directories."""
+"""What a rank settles before it captures, and which directories it refuses."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,60 +10,10 @@ from tests.capture.build import Host, facts
 from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import MismatchError, SetupError, UsageError
-from hashtap.rank import Rank, check_directory, refusal, wants_capture
+from hashtap.rank import Rank, check_directory
 from hashtap_kernels.layout import Geometry
 
 HEALTH = "HEALTH_CHECK"
-PLAIN: dict[str, Any] = {
-    "rid": "0" * 32,
-    "to_finish": None,
-    "finished_reason": None,
-    "lora_id": None,
-    "multimodal_inputs": None,
-    "input_embeds": None,
-    "positional_embed_overrides": None,
-    "token_type_ids": None,
-    "session": None,
-    "extra_key": None,
-    "cache_salt": None,
-}
-
-
-def request(custom_params: Any = None, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**PLAIN, **changes}, sampling_params=SimpleNamespace(custom_params=custom_params))
-
-
-@pytest.mark.parametrize(
-    ("custom_params", "tagged", "everything"),
-    [
-        (None, False, True),
-        ({}, False, True),
-        ({"other": 1}, False, True),
-        ({"hashtap": True}, True, True),
-        ({"hashtap": False}, False, False),  # how the launching process marks warm-up
-        ({"hashtap": "yes"}, False, False),
-    ],
-)
-def test_whose_prompts(custom_params: Any, tagged: bool, everything: bool) -> None:
-    assert wants_capture(request(custom_params), "tagged", HEALTH) is tagged
-    assert wants_capture(request(custom_params), "all", HEALTH) is everything
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rid": f"{HEALTH}_1"}, {"to_finish": "abort"}, {"finished_reason": "abort"}], ids=str
-)
-def test_health_checks_and_aborted_requests_are_never_captured(changes: dict[str, Any]) -> None:
-    for requests in ("tagged", "all"):
-        assert not wants_capture(request({"hashtap": True}, **changes), requests, HEALTH)
-
-
-def test_refusals() -> None:
-    assert refusal(request()) is None
-    for name in ("lora_id", "multimodal_inputs", "input_embeds", "positional_embed_overrides", "token_type_ids"):
-        assert refusal(request(**{name: "x"})) is not None
-    assert "adapter" in str(refusal(request(lora_id="a", extra_key="a")))
-    assert "session" in str(refusal(request(session=object())))
-    assert "salt" in str(refusal(request(cache_salt="s")))
 
 
 @pytest.mark.parametrize(

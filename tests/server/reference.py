@@ -18,10 +18,11 @@ class Reference:
 
     def __init__(self, model_dir: Path) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it and torchvision warn when they are imported
+            warnings.simplefilter("ignore")  # transformers and torchvision warn when they are imported
             from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.model: Any = model.eval()
         self.layers: int = self.model.config.num_hidden_layers
         self._before_norm: list[torch.Tensor] = []
         self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0]))

@@ -130,6 +130,13 @@ def test_receipt_when_streaming_and_with_several_samples(llama: Served) -> None:
     assert [receipt(one)["key"] for one in answers] == [prompt_key(prompt).hex()] * 2
 
 
+def test_an_id_outside_the_vocabulary_is_refused_and_the_server_lives(llama: Served) -> None:
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        llama.server.generate([3, 600])
+    (prompt,) = random_prompts([9], seed=61)
+    assert receipt(llama.server.generate(prompt))["state"] == "captured"
+
+
 def test_sealed_route(llama: Served) -> None:
     (prompt,) = random_prompts([40], seed=6)
     llama.server.generate(prompt)

@@ -1,0 +1,70 @@
+"""What SGLang's requests say: whether they are to be captured, whether they may be, whether they are sound."""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
+
+_CHANGES_STATES = {
+    "lora_id": "it uses a LoRA adapter",
+    "multimodal_inputs": "it holds images, audio or video",
+    "input_embeds": "it is given as embeddings",
+    "positional_embed_overrides": "it overrides embeddings",
+    "token_type_ids": "it has token types",
+    "session": "it continues a session, so its ids are not the whole prompt",
+    "extra_key": "it has an extra_key or cache salt",
+    "cache_salt": "it has a cache salt",
+}
+
+
+def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
+    """Whether a request that reached the scheduler is to be captured.
+
+    Args:
+        req: SGLang's ``Req``.
+        requests: the option ``capture_requests``.
+        health_prefix: what the rids of health checks start with.
+    """
+    if req.rid.startswith(health_prefix) or req.to_finish is not None or req.finished_reason is not None:
+        return False
+    params = req.sampling_params.custom_params
+    tag = params.get("hashtap") if isinstance(params, Mapping) else None
+    return requests == "all" if tag is None else tag is True
+
+
+def refusal(req: Any) -> str | None:
+    """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
+    reasons = (reason for name, reason in _CHANGES_STATES.items() if getattr(req, name) is not None)
+    return next(reasons, None)
+
+
+def check_ids(input_ids: Any, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have: one of them would end a server on a CPU.
+
+    Args:
+        input_ids: a prompt's ids, a list of such, or None for a prompt given otherwise.
+        vocab_size: the model's.
+
+    Raises:
+        ValueError: naming the id; SGLang answers it with status 400.
+    """
+    if not isinstance(input_ids, list) or not input_ids:
+        return
+    if isinstance(input_ids[0], list):
+        for one in input_ids:
+            check_ids(one, vocab_size)
+        return
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is not in the vocabulary of {vocab_size}")
+
+
+def mark_as_warm_up(obj: Any) -> None:
+    """Keep SGLang's ``GenerateReqInput`` out of ``--capture-requests all``, unless it is tagged itself."""
+    if obj.sampling_params is None:
+        obj.sampling_params = {}
+    params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    for one in params:
+        if isinstance(one, dict):
+            one["custom_params"] = {"hashtap": False, **(one.get("custom_params") or {})}

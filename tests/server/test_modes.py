@@ -1,0 +1,227 @@
+"""Modes in which SGLang schedules otherwise: several ranks, mixed chunks, retractions, new weights, holding back."""
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from bench.server import Server
+from tests import models
+from tests.server.conftest import COMMON_FLAGS, Served, capture_flags
+from tests.server.prompts import random_prompts, receipt, send_together
+from tests.server.reference import Reference, assert_same_states
+from tests.server.waiting import wait_until
+
+from hashtap.identity import prompt_key
+from hashtap.reader import Reader
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BOUNDARIES = (1, 4, 6)
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@contextmanager
+def served(tmp_path: Path, *flags: object, environment: dict[str, str] | None = None) -> Iterator[Served]:
+    captures = tmp_path / "captures"
+    flags = (*COMMON_FLAGS, *capture_flags(captures, *BOUNDARIES), *flags)
+    with Server(models.llama(), *flags, threads=1, environment=environment) as server:
+        yield Served(server, models.llama(), captures, BOUNDARIES)
+
+
+def counters(server: Server) -> Counter[str]:
+    return Counter(server.get("/server_info")["internal_states"][0]["hashtap"]["counters"])
+
+
+def check_rows(served: Served, prompts: list[list[int]]) -> None:
+    reference = Reference(models.llama(plain=True))
+    for prompt, capture in zip(prompts, served.captured(*prompts), strict=True):
+        assert capture.token_ids.tolist() == prompt
+        assert_same_states(capture.tensor(), reference.states(prompt), BOUNDARIES)
+
+
+def test_two_tensor_parallel_ranks_write_once(tmp_path: Path) -> None:
+    prompts = random_prompts([5, 128, 300, 700, 33], seed=40)
+    with served(tmp_path, "--tp-size", 2, environment=TWO_RANKS) as server:
+        for prompt, answer in zip(prompts, send_together(server.server, prompts), strict=True):
+            assert receipt(answer)["rows"] == len(prompt)
+        check_rows(server, prompts)
+        assert server.server.terminate() == 0
+    reader = Reader(server.captures)
+    assert not reader.duplicates
+    assert len({shard.facts.writer for shard in reader.shards}) == 1
+
+
+def test_two_data_parallel_servers_share_a_directory(tmp_path: Path) -> None:
+    prompts = random_prompts([50] * 12, seed=41)
+    with served(tmp_path, "--dp-size", 2, environment=TWO_RANKS) as server:
+        send_together(server.server, prompts)
+        check_rows(server, prompts)
+        assert server.server.terminate() == 0
+    assert len({shard.facts.writer for shard in Reader(server.captures).shards}) == 2
+
+
+def test_mixed_chunks(tmp_path: Path) -> None:
+    decoding, late = random_prompts([20] * 4, seed=42), random_prompts([300] * 4, seed=43)
+    with served(tmp_path, "--enable-mixed-chunk") as server:
+        with ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(server.server.generate, p, max_new_tokens=300, ignore_eos=True) for p in decoding]
+            wait_until(lambda: counters(server.server)["captured"] == 4, 60, "the decoding ones to start")
+            answers = list(pool.map(server.server.generate, late))
+            answers += [one.result() for one in running]
+        assert [receipt(answer)["rows"] for answer in answers] == [300] * 4 + [20] * 4
+        check_rows(server, decoding + late)
+        assert counters(server.server)["restarted"] == 0
+
+
+def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path) -> None:
+    prompts = random_prompts([20] * 8, seed=44)
+    retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+    with served(tmp_path, environment=retracting) as server:
+        answers = send_together(server.server, prompts, max_new_tokens=60, ignore_eos=True)
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        assert {receipt(answer)["state"] for answer in answers} == {"captured"}
+        check_rows(server, prompts)
+        assert {len(capture) for capture in Reader(server.captures)} == {20}
+
+
+def test_pause_between_chunks_restarts_the_record(tmp_path: Path) -> None:
+    (prompt,) = random_prompts([3900], seed=45)
+    with served(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.server.generate, prompt)
+        wait_until(lambda: counters(server.server)["rows"] > 0, 60, "the first chunk")
+        httpx.post(f"{server.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
+        httpx.post(f"{server.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        assert receipt(answer.result())["rows"] == len(prompt)
+        check_rows(server, [prompt])
+
+
+def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
+    (prompt,) = random_prompts([40], seed=46)
+    with served(tmp_path) as server:
+        first = receipt(server.server.generate(prompt))["epoch"]
+        body = {"model_path": str(models.llama(seed=1))}
+        answer = httpx.post(f"{server.server.url}/update_weights_from_disk", json=body, timeout=120).json()
+        assert answer["success"]
+        second = receipt(server.server.generate(prompt))["epoch"]
+        assert second.endswith("+1")
+        assert second.partition("+")[0] != first
+        assert server.server.get("/hashtap/info")["epoch"] == second
+        key = {"keys": [prompt_key(prompt).hex()]}
+
+        def sealed() -> bool:
+            answer = httpx.post(f"{server.server.url}/hashtap/sealed", json=key, timeout=30).json()
+            return bool(answer["sealed"])
+
+        wait_until(sealed, 30, "the second record to be sealed")
+    reader = Reader(server.captures)
+    old, new = (reader.by_token_ids(prompt, epoch=epoch).hidden_states for epoch in (first, second))
+    assert (old != new).any()
+
+
+def test_requests_all_leaves_out_warm_up_and_health(tmp_path: Path) -> None:
+    (prompt,) = random_prompts([40], seed=47)
+    with served(tmp_path, "--capture-requests", "all") as server:
+        for _ in range(3):
+            httpx.get(f"{server.server.url}/health", timeout=30)
+        assert counters(server.server)["admitted"] == 0
+        server.server.generate(prompt, custom_params=None)
+        assert len(server.captured(prompt)) == 1
+        assert counters(server.server)["admitted"] == 1
+
+
+HOLD_BACK = """
+# Says "no" most of the time, as a full ring would; on the writing rank only.
+import random
+import hashtap.session
+
+def register():
+    asked = random.Random(1)
+    hashtap.session.Session.may_admit = lambda self: asked.random() < 0.02
+"""
+
+
+def hold_back_plugin(path: Path) -> dict[str, str]:
+    """An installed distribution with a second SGLang plugin, by way of PYTHONPATH."""
+    info = path / "hold_back-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hold-back\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nhold_back = hold_back:register\n")
+    (path / "hold_back.py").write_text(HOLD_BACK)
+    return {"PYTHONPATH": str(path)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, ranks: int) -> None:
+    environment = hold_back_plugin(tmp_path) | (TWO_RANKS if ranks == 2 else {})
+    prompts = random_prompts(np.random.default_rng(48).integers(1, 600, 40).tolist(), seed=48)
+    with served(tmp_path, "--tp-size", ranks, environment=environment) as server:
+        with ThreadPoolExecutor(16) as pool:
+            decoding = pool.submit(server.server.generate, [3, 4, 5], max_new_tokens=200, ignore_eos=True)
+            answers = list(pool.map(server.server.generate, prompts))
+            assert decoding.result()["meta_info"]["completion_tokens"] == 200
+        assert [receipt(answer)["rows"] for answer in answers] == [len(prompt) for prompt in prompts]
+        check_rows(server, prompts)
+
+
+def test_a_layer_that_is_no_longer_handed_out_ends_the_server(tmp_path: Path) -> None:
+    # Checked on every batch: SGLang's own check looks at the first only.
+    code = "\n".join(
+        (
+            "from sglang.srt.plugins.hook_registry import HookRegistry, HookType",
+            "calls = []",
+            "def drop(processor, input_ids, hidden_states, lm_head, metadata, aux=None, *args, **kwargs):",
+            "    if input_ids.shape[0] == 77 and aux:",
+            "        del aux[1]",
+            "def register():",
+            "    path = 'sglang.srt.layers.logits_processor.LogitsProcessor.forward'",
+            "    HookRegistry.register(path, drop, HookType.BEFORE)",
+        )
+    )
+    environment = hold_back_plugin(tmp_path)
+    (tmp_path / "hold_back.py").write_text(code)
+    good, bad = random_prompts([76, 77], seed=49)
+    with served(tmp_path, environment=environment) as server:
+        assert receipt(server.server.generate(good))["state"] == "captured"
+        with pytest.raises(httpx.HTTPError):
+            server.server.generate(bad)
+        assert server.server.process is not None
+        assert server.server.wait(60) != 0
+        assert "the model no longer hands out what was set up at the start" in server.server.log_text()
+    reader = Reader(server.captures)
+    assert prompt_key(good) in reader  # what was whole was sealed on the way out
+    assert prompt_key(bad) not in reader
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_process_group_seals(tmp_path: Path, number: signal.Signals) -> None:
+    (prompt,) = random_prompts([200], seed=50)
+    with served(tmp_path, "--capture-seal-after-s", 3600) as server:
+        server.server.generate(prompt)
+        assert not list(server.captures.glob("*.safetensors"))
+        server.server._signal(number)
+        assert server.server.process is not None
+        server.server.process.wait(60)
+    assert len(Reader(server.captures).by_token_ids(prompt)) == 200
+
+
+def test_facts_of_the_server_stand_in_the_shard(tmp_path: Path) -> None:
+    (prompt,) = random_prompts([10], seed=51)
+    with served(tmp_path, "--random-seed", 7) as server:
+        server.server.generate(prompt)
+        (capture,) = server.captured(prompt)
+    header = json.loads(_header(capture.shard.path))
+    assert header["__metadata__"]["hashtap.boundaries"] == "[1, 4, 6]"
+    assert json.loads(header["__metadata__"]["hashtap.server_flags"])["tp_size"] == 1
+
+
+def _header(path: Path) -> Any:
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
