@@ -18,7 +18,7 @@ LAYERS = [
     {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {"catalog", "capture", "reader", "samples", "manifest", "quarantine", "progress", "show"},
     {"transport", "staging", "session", "client", "sealed", "tally", "extract"},
-    {"epoch", "layers", "modes", "targets", "rank", "handshake", "routes", "sglang_seam"},
+    {"epoch", "layers", "modes", "targets", "rank", "handshake", "requests", "routes", "sglang_seam"},
     {"plugin", "cli"},
     {"__main__"},
 ]
