@@ -3,16 +3,14 @@
 Not thread safe: the writer holds its lock around every call but :meth:`Ledger.abandon`.
 """
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 
 from hashtap.flight import Record
 from hashtap.header import Header
+from hashtap.logs import log
 
 __all__ = ["Ledger"]
-
-log = logging.getLogger("hashtap")
 
 
 class Ledger:

@@ -3,7 +3,6 @@
 It takes SGLang's objects as they come and imports nothing of SGLang; the seam calls it from the hooks.
 """
 
-import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,13 @@ from hashtap.directory import FORMAT_VERSION, CaptureDirectory
 from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
 from hashtap.facts import DTYPE_NAME, ShardFacts
 from hashtap.handshake import RankReport
+from hashtap.logs import log
 from hashtap.requests import refusal, wants_capture
 from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
 from hashtap_kernels.layout import Dtype, Geometry
 
 __all__ = ["Rank", "check_directory"]
-
-log = logging.getLogger("hashtap")
 
 PREFILL_MODES = ("EXTEND", "MIXED")
 _DTYPES = {DTYPE_NAME[dtype]: dtype for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32)}

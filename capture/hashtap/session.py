@@ -6,7 +6,6 @@ are called on one thread, the scheduler's; files, compression and waiting are th
 """
 
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from hashtap.directory import CaptureDirectory
 from hashtap.errors import SetupError
 from hashtap.exponents import TableBuilder
 from hashtap.identity import TokenIds, as_token_ids, prompt_key
+from hashtap.logs import log
 from hashtap.ring import Ring
 from hashtap.shard import ShardFacts
 from hashtap.spans import prompt_spans
@@ -26,8 +26,6 @@ from hashtap.writer import Flight, Record, Writer
 from hashtap_kernels.plan import OFFSET, SERIAL, FramePlan, Piece, plan_frames
 
 __all__ = ["Batch", "Session", "Tracked"]
-
-log = logging.getLogger("hashtap")
 
 Receipt = dict[str, Any]
 
@@ -210,7 +208,7 @@ class Session:
         self._writer.close()
 
     def _sources(self, batch: Batch) -> list[Any]:
-        """The L tensors ``[>= T, H]`` of a batch. Their number is checked here, each of them by the kernel's contract."""
+        """The L tensors ``[>= T, H]`` of a batch; their number is checked here, each by the kernel's contract."""
         layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
         aux = batch.aux
         if aux is None:

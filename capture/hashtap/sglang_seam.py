@@ -5,7 +5,6 @@ process serves only after every rank has reported that its hooks are in place.
 """
 
 import inspect
-import logging
 import os
 import pkgutil
 import signal
@@ -19,6 +18,7 @@ from hashtap import __version__
 from hashtap.config import CaptureConfig
 from hashtap.errors import HashtapError, SetupError, UsageError
 from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
+from hashtap.logs import log
 from hashtap.requests import check_ids, mark_as_warm_up
 from hashtap.targets import HOOKS, Hook, Kind, Process, check_sglang, classes_with_setter, installed_sglang
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hashtap.rank import Rank
 
 __all__ = ["register_hooks"]
-
-log = logging.getLogger("hashtap")
 
 EXIT_TIMEOUT_S = 120  # for ranks that seal what they captured; SGLang's own is 15
 HOLD = "hashtap: hold back new prompts"  # rides with the requests from the first rank to the others

@@ -6,7 +6,6 @@ went to. Nothing here raises into the server: what cannot be stored is counted, 
 """
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -29,13 +28,12 @@ from hashtap.flight import Flight, Record
 from hashtap.frame import Pieces, Table, store_frame, store_table
 from hashtap.header import Header, salt_sum
 from hashtap.ledger import Ledger
+from hashtap.logs import log
 from hashtap.shard import MAX_FRAMES
 from hashtap.shard_file import ShardFile
 from hashtap_kernels.layout import Payload
 
 __all__ = ["Flight", "Record", "Writer"]
-
-log = logging.getLogger("hashtap")
 
 _COUNTS = (
     *("records", "rows", "raw_bytes", "stored_bytes", "shards"),
