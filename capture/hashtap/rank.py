@@ -23,36 +23,42 @@ from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
 from hashtap_kernels.layout import Dtype, Geometry
 
-__all__ = ["Rank", "check_directory"]
+__all__ = ["Rank", "check_same_kind", "facts_of_shards"]
 
 PREFILL_MODES = ("EXTEND", "MIXED")
 _DTYPES = {DTYPE_NAME[dtype]: dtype for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32)}
 
 
-def check_directory(directory: CaptureDirectory, facts: ShardFacts) -> None:
-    """Refuse a directory whose shards do not go together with what this server would write.
+def facts_of_shards(directory: CaptureDirectory) -> dict[str, ShardFacts]:
+    """What the shards of a directory say, by file name. A damaged one is warned of and left where it is."""
+    found = {}
+    for path in directory.shards():
+        try:
+            found[path.name] = read_shard(path).facts
+        except FormatError as error:
+            log.warning("%s", error)
+    return found
 
-    An epoch of "" is not known yet and not compared. A damaged shard is warned of and left where it is.
+
+def check_same_kind(mine: ShardFacts, others: Mapping[str, ShardFacts]) -> None:
+    """Refuse to write beside shards of another model, other weights or other layers.
+
+    An epoch of "" is not known yet and not compared.
 
     Raises:
         MismatchError: naming the shard, what differs and both values.
     """
-    for path in directory.shards():
-        try:
-            other = read_shard(path).facts
-        except FormatError as error:
-            log.warning("%s", error)
-            continue
-        for name, mine, theirs in (
-            ("boundaries", facts.boundaries, other.boundaries),
-            ("final norm", facts.final_norm, other.final_norm),
-            ("geometry", facts.geometry, other.geometry),
-            ("epoch", facts.epoch, other.epoch),
+    for name, other in others.items():
+        for what, own, found in (
+            ("boundaries", mine.boundaries, other.boundaries),
+            ("final norm", mine.final_norm, other.final_norm),
+            ("geometry", mine.geometry, other.geometry),
+            ("epoch", mine.epoch, other.epoch),
         ):
-            if mine != theirs and mine != "":
+            if own != found and own != "":
                 raise MismatchError(
-                    f"{directory.path} holds {path.name} of another server: its {name} is {theirs} "
-                    f"(model {other.model}), this one's is {mine} (model {facts.model}); give another --capture-dir"
+                    f"the capture directory holds {name} of another server: its {what} is {found} "
+                    f"(model {other.model}), this one's is {own} (model {mine.model}); give another --capture-dir"
                 )
 
 
@@ -82,6 +88,7 @@ class Rank:
         self.updates = 0  # of the weights
         self._health_prefix = health_prefix
         self._info: dict[str, Any] = {}
+        self._others: dict[str, ShardFacts] = {}  # shards that were there before
         self._device = "cpu"
         self._forward: _Forward | None = None  # the forward pass that runs now
         self._reached = False  # whether that pass came to the point where rows are taken
@@ -92,7 +99,7 @@ class Rank:
     ) -> ShardFacts:
         """The facts of the shards to come, and a look at the directory, all before the weights are loaded.
 
-        The epoch is left empty. Raises as :func:`check_directory`, and:
+        The epoch is left empty. Raises as :func:`check_same_kind`, and:
             SetupError: when states of this shape or type cannot be captured.
             UsageError: when the directory cannot be written.
         """
@@ -117,7 +124,8 @@ class Rank:
             versions={},
             server_flags=flags,
         )
-        check_directory(directory, facts)
+        self._others = facts_of_shards(directory)
+        check_same_kind(facts, self._others)
         self._info = {
             "hashtap": hashtap.__version__,
             "format": FORMAT_VERSION,
@@ -145,8 +153,8 @@ class Rank:
             MismatchError: when the directory holds another epoch.
         """
         facts = replace(facts, epoch=epoch, versions=versions)
+        check_same_kind(facts, self._others)
         directory = CaptureDirectory.open(self.config.capture_dir)
-        check_directory(directory, facts)
         self.session = Session(self.config, facts, directory, device=device, max_forward_tokens=max_forward_tokens)
         self._device = device
         self._info["sglang"] = versions["sglang"]
