@@ -11,6 +11,7 @@ from hashtap.catalog import Entry, Piece
 from hashtap.errors import FormatError
 from hashtap.facts import DTYPE_NAME
 from hashtap.frame import NUMPY_DTYPE, StoredFrame
+from hashtap.restored import Restorer
 
 if TYPE_CHECKING:
     import torch
@@ -105,12 +106,38 @@ class Capture:
             except FormatError as error:
                 raise self._reader.damage(piece.shard, piece.row, error) from None
 
-    def tensor(self, device: str = "cpu") -> "torch.Tensor":
-        """The states as a torch tensor ``[T, L, H]`` of their own dtype. Needs torch."""
+    def restore_into(self, out: "torch.Tensor") -> None:
+        """Write the states to ``out`` ``[T, L, H]``, contiguous, of their own dtype; the work is done on its device.
+
+        Raises:
+            FormatError: when frames are damaged.
+            ValueError: when ``out`` lies on the CPU, the states in planes, and Triton compiles its kernels.
+        """
+        restorer = Restorer(out, self.facts.geometry)
+        for piece, frame in self._frames():
+            table = self._reader.table(piece.shard, frame.header.table) if frame.header.table else None
+            try:
+                restorer.put(frame, piece.start, piece.stop - piece.start, table)
+            except FormatError as error:
+                raise self._reader.damage(piece.shard, piece.row, error) from None
+
+    def tensor(self, device: "str | torch.device" = "cpu") -> "torch.Tensor":
+        """The states as a torch tensor ``[T, L, H]`` of their own dtype. Needs torch, and triton for a CUDA device.
+
+        On a CUDA device they are put together there, :attr:`hidden_states` are neither made nor kept.
+
+        Raises:
+            FormatError: when frames are damaged.
+        """
         import torch
 
-        bits = {1: np.uint8, 2: np.int16, 4: np.int32}[self.facts.geometry.dtype.element_bytes]
-        return torch.from_numpy(self.hidden_states.view(bits)).view(getattr(torch, self.dtype)).to(device)
+        geometry, dtype = self.facts.geometry, getattr(torch, self.dtype)
+        if torch.device(device).type == "cuda":
+            states = torch.empty((len(self), geometry.layers, geometry.hidden), dtype=dtype, device=device)
+            self.restore_into(states)
+            return states
+        bits = {1: np.uint8, 2: np.int16, 4: np.int32}[geometry.dtype.element_bytes]
+        return torch.from_numpy(self.hidden_states.view(bits)).view(dtype).to(device)
 
     def _frames(self) -> Iterator[tuple[Piece, StoredFrame]]:
         for piece in self._reader.pieces(self._entry):

@@ -23,7 +23,7 @@ def compile_constants(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def restore(exponents: torch.Tensor, rests: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the elements whose planes these are, on the current stream.
+    """Write the elements whose planes these are, on the current stream of their device.
 
     Args:
         exponents: the exponent plane, uint8 ``[n, L, H]``, contiguous.
@@ -43,7 +43,8 @@ def restore(exponents: torch.Tensor, rests: torch.Tensor, table: torch.Tensor, o
     if rows:
         programs = (min(rows, _PROGRAMS),)
         constants = compile_constants(layers, hidden)
-        restore_kernel[programs](exponents, rests, table, out, rows, **constants, num_warps=NUM_WARPS)
+        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+            restore_kernel[programs](exponents, rests, table, out, rows, **constants, num_warps=NUM_WARPS)
 
 
 def restore_reference(exponents: torch.Tensor, rests: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
