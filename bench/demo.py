@@ -9,20 +9,19 @@ import json
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.server import Server, ServerFailed  # noqa: E402
 from bench.smollm2 import make_smollm2  # noqa: E402
+from bench.text import standard_library_tokens  # noqa: E402
 
 CHUNK_TOKENS = 512
 IN_FLIGHT = 16
@@ -73,9 +72,7 @@ def run(model: Path, work: Path, size: Size) -> None:
     captures, samples = work / "captures", work / "samples.jsonl"
     write_samples(samples, model, size)
     started = time.monotonic()
-    # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
-    asleep = {"OMP_WAIT_POLICY": "PASSIVE"}
-    with Server(model, "--capture-dir", captures, *SERVER_FLAGS, environment=asleep, log=work / "server.log") as server:
+    with Server(model, "--capture-dir", captures, *SERVER_FLAGS, log=work / "server.log") as server:
         info = server.get("/hashtap/info")
         layers = " ".join(map(str, info["boundaries"]))
         ready_s = time.monotonic() - started
@@ -92,7 +89,7 @@ def write_samples(path: Path, model: Path, size: Size) -> None:
     random = np.random.default_rng(0)
     lengths = [*random.integers(5, 640, size.short_ones), *random.integers(CHUNK_TOKENS + 1, 900, size.long_ones)]
     random.shuffle(lengths)
-    ids = tokens_of_the_standard_library(model, sum(lengths))
+    ids = standard_library_tokens(model, sum(lengths))
     ends = np.cumsum(lengths)
     prompts = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     distinct = len({tuple(prompt) for prompt in prompts})
@@ -109,16 +106,6 @@ def write_samples(path: Path, model: Path, size: Size) -> None:
         f"{len(prompts)} pieces of the standard library, {distinct} distinct, {chunked} longer than a chunk of "
         f"{CHUNK_TOKENS}; {sum(map(len, prompts)):,} tokens",
     )
-
-
-def tokens_of_the_standard_library(model: Path, count: int) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids: list[int] = []
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if len(ids) >= count:
-            break
-        ids += tokenizer.encode(source.read_text(encoding="utf-8", errors="replace"), add_special_tokens=False).ids
-    return ids[:count]
 
 
 def show_damage(captures: Path, copy: Path, samples: Path) -> None:

@@ -1,12 +1,14 @@
 """A real SGLang server on this machine's CPU, as a child process that is always cleaned up."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +59,7 @@ class Server:
     ) -> None:
         # SGLang imports a module named "kernels": start where no folder of that name is.
         self._home = Path(tempfile.mkdtemp(prefix="sglang-"))
+        weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
         self.log = log or self._home / "server.log"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -65,10 +68,14 @@ class Server:
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads or os.cpu_count() or 2),
+            # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "TRANSFORMERS_OFFLINE": "1",
             **(environment or {}),
         }
         self.process: subprocess.Popen[bytes] | None = None
+        # One client for all: making one takes longer than most answers.
+        self._http = httpx.Client(base_url=self.url)
 
     def __enter__(self) -> Self:
         self.start()
@@ -101,7 +108,7 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/health", timeout=20.0).status_code == 200:
+                if self._http.get("/health", timeout=20.0).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -165,7 +172,7 @@ class Server:
 
     def get(self, path: str) -> Any:
         """The JSON that ``GET path`` answers."""
-        return httpx.get(self.url + path, timeout=60.0).raise_for_status().json()
+        return self._http.get(path, timeout=60.0).raise_for_status().json()
 
     def generate(self, input_ids: Iterable[int], *, rid: str | None = None, **sampling: Any) -> dict[str, Any]:
         """The answer to one prompt of token ids, tagged for capture; ``sampling`` goes over one greedy token."""
@@ -175,7 +182,7 @@ class Server:
         }
         if rid is not None:
             body["rid"] = rid
-        answer = httpx.post(f"{self.url}/generate", json=body, timeout=300.0)
+        answer = self._http.post("/generate", json=body, timeout=300.0)
         return dict(answer.raise_for_status().json())
 
 
