@@ -2,6 +2,7 @@
 # make test       the quick suite          make test-all   with the slow tests
 # make check      ruff, mypy, import rules make fmt        format the code
 # make bench      the figures and bars     make wheel      build, install elsewhere, import
+# make test-triton   the kernels' quick tests under the oldest and the newest Triton that serve
 #
 # Every verb builds .venv first where it is missing or the locks have changed.
 
@@ -9,8 +10,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
+TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all check bench fmt wheel
+.PHONY: demo test test-all test-triton check bench fmt wheel
 
 demo: $(ENVIRONMENT)
 	$(PY) bench/demo.py $(DEMO)
@@ -20,6 +22,18 @@ test: $(ENVIRONMENT)
 
 test-all: $(ENVIRONMENT)
 	$(PY) -m pytest -q
+
+test-triton: $(TRITONS:%=.cache/triton-%/.installed)
+	set -e; for version in $(TRITONS); do \
+	  export PYTHONPATH="$(CURDIR)/.cache/triton-$$version"; \
+	  $(PY) -c "import triton; assert triton.__version__ == '$$version', triton; print('triton $$version')"; \
+	  $(PY) -m pytest -q -m "not slow" tests/kernels; \
+	done
+
+.cache/triton-%/.installed: | $(ENVIRONMENT)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==$*
+	touch $@
 
 check: $(ENVIRONMENT)
 	$(PY) -m ruff check .
