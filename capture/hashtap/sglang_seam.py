@@ -316,14 +316,16 @@ def _controller_info(info: dict[str, Any], controller: Any) -> None:
 
 def _stop_ranks(tokenizer_manager: Any) -> None:
     """Ask the scheduler processes to end and wait until they have sealed; nothing to do where they have ended."""
-    from sglang.srt.managers.io_struct import ShutdownReq
+    import zmq
+    from sglang.srt.managers.io_struct import ShutdownReq, sock_send
     from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
     if not collect_scheduler_processes():
         return
     if tokenizer_manager._subprocess_watchdog is not None:
         tokenizer_manager._subprocess_watchdog.stop()  # their end is no crash
-    tokenizer_manager._dispatch_to_scheduler(ShutdownReq())
+    # The event loop that the socket belongs to may be closed: send past it.
+    sock_send(zmq.Socket.shadow(tokenizer_manager.send_to_scheduler.underlying), ShutdownReq())
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     while collect_scheduler_processes():
         if time.monotonic() > deadline:

@@ -1,6 +1,7 @@
 """Modes in which SGLang schedules otherwise: several ranks, mixed chunks, retractions, new weights, holding back."""
 
 import json
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -148,19 +149,31 @@ def register():
 """
 
 
-def hold_back_plugin(path: Path) -> dict[str, str]:
+FORGET_A_LAYER = """
+# The model hands out a layer less when the batch has 77 rows.
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+def forget(result, model, input_ids, *args, **kwargs):
+    return (result[0], result[1][:-1]) if input_ids.shape[0] == 77 else None
+
+def register():
+    HookRegistry.register("sglang.srt.models.llama.LlamaModel.forward", forget, HookType.AFTER)
+"""
+
+
+def plugin(path: Path, code: str) -> dict[str, str]:
     """An installed distribution with a second SGLang plugin, by way of PYTHONPATH."""
-    info = path / "hold_back-1.dist-info"
+    info = path / "for_a_test-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hold-back\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nhold_back = hold_back:register\n")
-    (path / "hold_back.py").write_text(HOLD_BACK)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: for-a-test\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nfor_a_test = for_a_test:register\n")
+    (path / "for_a_test.py").write_text(code)
     return {"PYTHONPATH": str(path)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, ranks: int) -> None:
-    environment = hold_back_plugin(tmp_path) | (TWO_RANKS if ranks == 2 else {})
+    environment = plugin(tmp_path, HOLD_BACK) | (TWO_RANKS if ranks == 2 else {})
     prompts = random_prompts(np.random.default_rng(48).integers(1, 600, 40).tolist(), seed=48)
     with served(tmp_path, "--tp-size", ranks, environment=environment) as server:
         with ThreadPoolExecutor(16) as pool:
@@ -173,20 +186,7 @@ def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, ranks: in
 
 def test_a_layer_that_is_no_longer_handed_out_ends_the_server(tmp_path: Path) -> None:
     # Checked on every batch: SGLang's own check looks at the first only.
-    code = "\n".join(
-        (
-            "from sglang.srt.plugins.hook_registry import HookRegistry, HookType",
-            "calls = []",
-            "def drop(processor, input_ids, hidden_states, lm_head, metadata, aux=None, *args, **kwargs):",
-            "    if input_ids.shape[0] == 77 and aux:",
-            "        del aux[1]",
-            "def register():",
-            "    path = 'sglang.srt.layers.logits_processor.LogitsProcessor.forward'",
-            "    HookRegistry.register(path, drop, HookType.BEFORE)",
-        )
-    )
-    environment = hold_back_plugin(tmp_path)
-    (tmp_path / "hold_back.py").write_text(code)
+    environment = plugin(tmp_path, FORGET_A_LAYER)
     good, bad = random_prompts([76, 77], seed=49)
     with served(tmp_path, environment=environment) as server:
         assert receipt(server.server.generate(good))["state"] == "captured"
@@ -206,8 +206,8 @@ def test_a_signal_to_the_whole_process_group_seals(tmp_path: Path, number: signa
     with served(tmp_path, "--capture-seal-after-s", 3600) as server:
         server.server.generate(prompt)
         assert not list(server.captures.glob("*.safetensors"))
-        server.server._signal(number)
         assert server.server.process is not None
+        os.killpg(server.server.process.pid, number)
         server.server.process.wait(60)
     assert len(Reader(server.captures).by_token_ids(prompt)) == 200
 
@@ -217,7 +217,7 @@ def test_facts_of_the_server_stand_in_the_shard(tmp_path: Path) -> None:
     with served(tmp_path, "--random-seed", 7) as server:
         server.server.generate(prompt)
         (capture,) = server.captured(prompt)
-    header = json.loads(_header(capture.shard.path))
+    header = json.loads(_header(capture.shard))
     assert header["__metadata__"]["hashtap.boundaries"] == "[1, 4, 6]"
     assert json.loads(header["__metadata__"]["hashtap.server_flags"])["tp_size"] == 1
 
