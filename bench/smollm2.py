@@ -73,7 +73,9 @@ def _convert(out: Path) -> None:
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )

@@ -119,7 +119,7 @@ class Report:
             parts.append(f"{self.partials} shards not sealed")
         parts.append(f"{self.raw_bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s")
         if self.problems:
-            parts.append(f"{len(self.problems)} PROBLEMS")
+            parts.append(f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}")
         return "; ".join(parts)
 
 
