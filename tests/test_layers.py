@@ -14,7 +14,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 # A module may import those of its own and of lower layers.
 LAYERS = [
     {"errors", "logs", "config", "identity", "spans", "ring"},
-    {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "shard_file"},
+    {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {"catalog", "capture", "reader", "samples", "manifest", "quarantine", "progress", "show"},
     {"transport", "staging", "session", "client", "sealed", "tally", "extract"},

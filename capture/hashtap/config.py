@@ -53,7 +53,9 @@ class CaptureConfig:
     capture_threads: int = _option(2, "threads that compress and write", int)
     capture_codec: Literal["zstd", "none"] = _option("zstd", "lossless compression", choices=("zstd", "none"))
     capture_shard_gib: float = _option(2.0, "seal a shard at this size", float)
-    capture_seal_after_s: float = _option(5.0, "seal a shard after this many seconds without new rows", float)
+    capture_seal_after_s: float = _option(
+        5.0, "seal a shard after this many seconds without new rows, or when it has been open 12 times as long", float
+    )
     capture_when_full: str = _option(
         "wait", "with a full ring: hold back new prompts, or drop their captures", choices=("wait", "drop")
     )

@@ -10,6 +10,7 @@
     padding        zeros, to a multiple of 64 bytes
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,24 +60,27 @@ NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
 }
 """What NumPy holds the elements in; bfloat16 and float8 have no NumPy type, so theirs are the bit patterns."""
 
+# What the writer fills in: coded bytes, codec, stored bytes, stored sum, salt sum.
+_OWN_FIELDS = struct.Struct("<IB3xQQQ")
+_OWN_FIELDS_AT = 88
 _SUM_WORD = slice(13 * 8, 14 * 8)
 _ZERO_WORD = bytes(8)
 _ROW_TAIL_BYTES = 16  # of each token row: its row sum and its token id
 
 
-def payload_values(payload: U8Array, header: Header, table: Table | None) -> U8Array:
-    """The element values of an uncoded payload, as bytes ``[n * L * H * element bytes]``.
+def payload_values(payload: U8Array, header: Header, table: Table | None, rows: npt.NDArray[np.int64]) -> U8Array:
+    """The element values of some token rows of an uncoded payload, as bytes ``[rows, L, H * element bytes]``.
 
-    RAW comes back as it is, a view; PLANES are joined, and need their ``table``.
+    PLANES are joined, and need their ``table``.
     """
+    geometry = header.geometry
     if header.payload is Payload.RAW:
-        return payload
+        return payload.reshape(header.tokens, geometry.layers, -1)[rows]
     assert table is not None
-    shape = (header.tokens, header.geometry.layers, header.geometry.hidden)
-    values = np.empty(shape, np.uint16)
-    exponents, rests = payload.reshape(2, *shape)
-    from_planes(exponents, rests, table, values)
-    return values.reshape(-1).view(np.uint8)
+    planes = payload.reshape(2, header.tokens, geometry.layers, geometry.hidden)
+    values = np.empty((len(rows), geometry.layers, geometry.hidden), np.uint16)
+    from_planes(planes[0, rows], planes[1, rows], table, values)
+    return values.view(np.uint8)
 
 
 def store_frame(
@@ -122,24 +126,20 @@ def _assemble(
     body = [section.data if coded is None else memoryview(coded), *(piece.data for piece in tail)]
     used = HEADER_BYTES + sum(len(piece) for piece in body)
     body.append(memoryview(bytes(-used % FRAME_ALIGN)))
-    raw = head.copy()
-    fields = raw.view(HEADER)[0]
-    fields["coded_bytes"] = len(body[0])
-    fields["codec"] = Codec.STORED if coded is None else Codec.ZSTD
-    fields["stored_bytes"] = used + len(body[-1])
-    fields["stored_sum"] = 0
-    fields["salt_sum"] = header.salt_sum
-    digest = xxhash.xxh3_64(raw.data)
-    for piece in body:
-        digest.update(piece)
-    fields["stored_sum"] = digest.intdigest()
     completed = replace(
         header,
         coded_bytes=len(body[0]),
-        codec=int(fields["codec"]),
+        codec=Codec.STORED if coded is None else Codec.ZSTD,
         stored_bytes=used + len(body[-1]),
-        stored_sum=digest.intdigest(),
     )
+    raw = head.copy()
+    own = (completed.coded_bytes, completed.codec, completed.stored_bytes)
+    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, 0, header.salt_sum)
+    digest = xxhash.xxh3_64(raw.data)
+    for piece in body:
+        digest.update(piece)
+    completed = replace(completed, stored_sum=digest.intdigest())
+    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, completed.stored_sum, header.salt_sum)
     return completed, [raw.data, *body]
 
 

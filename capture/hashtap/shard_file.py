@@ -6,16 +6,15 @@ Not thread safe: the writer holds its lock around every call but :meth:`ShardFil
 """
 
 import errno
-import fcntl
 import os
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from hashtap.block_file import BlockFile
 from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
 from hashtap.facts import ShardFacts
 from hashtap.frame import Pieces
@@ -63,38 +62,31 @@ class ShardFile:
         self.tables: set[int] = set()
         self.serials: set[int] = set()
         self.opened_at = self.appended_at = time.monotonic()
-        self._torn = False
         self._index = array("Q")
         self._reserved_bytes = reserved_bytes(facts)
         self._partial = Path(f"{self.path}{PARTIAL_SUFFIX}")
         if self.path.exists():
             raise FileExistsError(errno.EEXIST, "a shard of that name is sealed already", str(self.path))
-        self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unfinished = bytes(8) + encode_header(facts, 0, 0, 0).ljust(self._reserved_bytes - 8)
-            _write(self._descriptor, [memoryview(unfinished)])
-        except OSError:
-            self.discard()
-            raise
+        unfinished = bytes(8) + encode_header(facts, 0, 0, 0).ljust(self._reserved_bytes - 8)
+        self._file = BlockFile(self._partial, unfinished)
 
     @property
     def raw_bytes(self) -> int:
         """What the rows so far take uncompressed."""
         return self.rows * self.facts.geometry.row_bytes
 
+    @property
+    def dirty(self) -> bool:
+        """Whether frames of it would not survive this process."""
+        return self._file.dirty
+
     def append(self, header: Header, pieces: Pieces) -> None:
-        """Write one stored frame behind the last one.
+        """Put one stored frame behind the last one. Call :meth:`write_out` soon after.
 
         Raises:
-            OSError: when it could not be written; the shard is cut back to the frames before it.
+            OSError: when it, or a frame before it, could not be written.
         """
-        try:
-            _write(self._descriptor, pieces)
-        except OSError:
-            self._cut()
-            raise
+        self._file.append(pieces)
         positions = header.first_position | header.tokens << 32
         kind = header.payload | header.codec << 8
         self._index.extend((self.frames_bytes, header.stored_bytes, header.stored_sum, header.serial))
@@ -108,6 +100,18 @@ class ShardFile:
             self.tables.add(header.table)
         self.appended_at = time.monotonic()
 
+    def write_out(self) -> None:
+        """Write to the disk what is due. Unlike all else this may be called beside another method."""
+        self._file.write_out()
+
+    def flush(self) -> None:
+        """Write all frames to the file.
+
+        Raises:
+            OSError: when they cannot be written.
+        """
+        self._file.flush()
+
     def seal(self, records: Sequence[tuple[int, ...]]) -> int:
         """Write index, records, trailer and header, sync, and give the file its name. Returns the file's bytes.
 
@@ -117,68 +121,41 @@ class ShardFile:
         Raises:
             OSError: when a step failed; nothing was sealed, and the partial file is still there.
         """
-        if self._torn:
-            raise OSError(errno.EIO, "a frame was written in part and could not be cut off again")
         index = np.array(self._index, "<u8").tobytes()
         rows = np.array(records, "<u8").reshape(-1, len(RECORD_COLUMNS)).tobytes()
         text = encode_header(self.facts, self.frames_bytes, self.frames, len(records))
         padded_bytes = self._reserved_bytes - 8
         header = padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
-        tail = index + rows + trailer_words(header, index, rows)
-        _write(self._descriptor, [memoryview(tail)])
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        _write(self._descriptor, [memoryview(header)])
-        os.fsync(self._descriptor)
+        file_bytes = self._file.finish(index + rows + trailer_words(header, index, rows), header)
         self._partial.rename(self.path)
         try:
             _sync_directory(self.path.parent)
         except OSError:
             self.path.rename(self._partial)
             raise
-        os.close(self._descriptor)
-        return self._reserved_bytes + self.frames_bytes + len(tail)
+        self._file.close()
+        return file_bytes
 
     def give_way(self) -> set[int]:
-        """Cut off the last frames, as many as make room for the tail on a full disk; returns the passes they are of.
+        """Cut off what could not be written, and frames to make room for the tail; returns the passes they are of.
 
         Raises:
             OSError: when they cannot be cut off.
         """
         index = np.array(self._index, np.uint64).reshape(-1, len(INDEX_COLUMNS))
         tail_bytes = index.nbytes + self.frames * len(RECORD_COLUMNS) * 8 + TRAILER_BYTES
-        self.frames = int(np.searchsorted(index[:, 0] + index[:, 1], max(0, self.frames_bytes - tail_bytes), "right"))
+        kept_bytes = min(self._file.written_bytes - self._reserved_bytes, self.frames_bytes - tail_bytes)
+        self.frames = int(np.searchsorted(index[:, 0] + index[:, 1], max(0, kept_bytes), "right"))
         lost = index[self.frames :]
         self.frames_bytes -= int(lost[:, 1].sum())
         self.rows -= int((lost[:, 4] >> np.uint64(32)).sum())
         del self._index[self.frames * len(INDEX_COLUMNS) :]
-        self._cut()
+        self._file.cut(self._reserved_bytes + self.frames_bytes)
         return set(lost[:, 3].tolist())
-
-    def _cut(self) -> None:
-        """Cut the file off behind its last whole frame."""
-        self._torn = True
-        end = self._reserved_bytes + self.frames_bytes
-        os.ftruncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
-        self._torn = False
 
     def discard(self) -> None:
         """Close and remove the partial file; a failure to remove it is left at that."""
-        with suppress(OSError):
-            os.close(self._descriptor)
-        with suppress(OSError):
-            self._partial.unlink(missing_ok=True)
-
-
-def _write(descriptor: int, pieces: Pieces) -> None:
-    """Write all of ``pieces``, however little a call takes."""
-    left = [piece for piece in pieces if len(piece)]
-    while left:
-        written = os.writev(descriptor, left)
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if written:
-            left[0] = left[0][written:]
+        self._file.discard()
 
 
 def _sync_directory(path: Path) -> None:

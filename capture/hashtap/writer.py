@@ -31,7 +31,7 @@ from hashtap.ledger import Ledger
 from hashtap.logs import log
 from hashtap.shard import MAX_FRAMES
 from hashtap.shard_file import ShardFile
-from hashtap_kernels.layout import Payload
+from hashtap_kernels.layout import HEADER_BYTES, Payload
 
 __all__ = ["Flight", "Record", "Writer"]
 
@@ -39,6 +39,9 @@ _COUNTS = (
     *("records", "rows", "raw_bytes", "stored_bytes", "shards"),
     *("failed_proofs", "bad_frames", "write_errors"),
 )
+
+_OLDEST = 12
+"""A shard that goes on getting rows is sealed after so many times ``seal_after_s``: with the defaults, a minute."""
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -61,7 +64,7 @@ class Writer:
         threads: how many compress and write.
         codec: ``"zstd"`` or ``"none"``.
         shard_bytes: a shard is sealed when its frames reach this size.
-        seal_after_s: … or when so long no row was added.
+        seal_after_s: … or when so long no row was added, or it has been open for 12 times as long.
         observe: is given the values uint16 ``[n, L, H]`` of each RAW frame of a two-byte type, to make a table from.
         tables: gives the reference-exponent table of an id; KeyError when there is none.
     """
@@ -191,6 +194,8 @@ class Writer:
                     return None
                 left_s = None
                 if self._shard is not None and not self._outstanding:
+                    if self._shard.dirty:
+                        return partial(self._flush, self._shard)
                     left_s = self._shard.appended_at + self._seal_after_s - time.monotonic()
                     if left_s <= 0:
                         shard, self._shard = self._shard, None
@@ -220,17 +225,21 @@ class Writer:
 
     def _store(self, landed: _Landed, offset: int, size: int, record: Record) -> None:
         """Check, compress and append one frame."""
-        full: ShardFile | None = None
+        shard: ShardFile | None = None
+        full = False
         try:
             if not record.failed:
                 frame = landed.flight.buffer[offset : offset + size]
-                header, values = check_arrival(frame, record, self._facts, self._table)
+                header = check_arrival(frame, record, self._facts, self._table)
                 if self._observe is not None and header.payload is Payload.RAW and self._has_planes:
+                    values = frame[HEADER_BYTES : HEADER_BYTES + header.tokens * header.geometry.row_bytes]
                     self._observe(values.view(np.uint16).reshape(header.tokens, header.geometry.layers, -1))
                 ids = record.token_ids[header.first_position : header.first_position + header.tokens]
                 stored, pieces = store_frame(frame, header, ids, salt_sum(record.salt), self._codec)
                 with self._appending:
-                    full = self._append(record, stored, pieces)
+                    shard, full = self._append(record, stored, pieces)
+                if shard is not None:
+                    shard.write_out()
         except OtherTokens as error:
             self._refuse(record, "failed_proofs", str(error))
         except FormatError as error:
@@ -243,8 +252,8 @@ class Writer:
             last = landed.frames_left == 0
         if last:
             self._release(landed)
-        if full is not None:
-            self._end(full)
+        if shard is not None and full:
+            self._end(shard)
 
     def _release(self, landed: _Landed) -> None:
         try:
@@ -270,10 +279,10 @@ class Writer:
             self._ledger.fail(record)
         log.error("the prompt %s is not stored: %s", record.key.hex(), reason)
 
-    def _append(self, record: Record, header: Header, pieces: Pieces) -> ShardFile | None:
-        """Append a stored frame; returns the shard when it has to be sealed now. Called under ``_appending``."""
+    def _append(self, record: Record, header: Header, pieces: Pieces) -> tuple[ShardFile | None, bool]:
+        """Append a stored frame; returns the shard, and whether it has to be ended now. Called under ``_appending``."""
         if record.failed:
-            return None
+            return None, False
         try:
             # Nobody else takes the shard away: that needs all flights to be released, and this one is not.
             shard = self._shard or self._open_shard()
@@ -285,17 +294,33 @@ class Writer:
             shard.append(header, pieces)
         except OSError as error:
             with self._changed:
-                self._disk_failed(f"cannot write to {self._directory.path}", error)
+                if self._shard is None:
+                    self._disk_failed(f"cannot write to {self._directory.path}", error)
                 self._ledger.fail(record)
-                return self._detach()
+                return self._detach(), True
         with self._changed:
-            self._disk_fails = False
             self._counts["rows"] += header.tokens
             self._counts["raw_bytes"] += header.tokens * header.geometry.row_bytes
             self._counts["stored_bytes"] += header.stored_bytes
             self._ledger.stored(record, header, shard.number)
             full = shard.frames_bytes >= self._shard_bytes or shard.frames >= MAX_FRAMES - 1
-            return self._detach() if full else None
+            old = shard.appended_at - shard.opened_at >= _OLDEST * self._seal_after_s
+            if full or old:
+                self._detach()
+            return shard, full or old
+
+    def _flush(self, shard: ShardFile) -> None:
+        """Write what is buffered, now that there is time: then the end of this process does not lose it."""
+        with self._appending:
+            try:
+                shard.flush()
+                return
+            except OSError:
+                with self._changed:
+                    if self._shard is not shard:
+                        return
+                    self._detach()
+        self._end(shard)
 
     # Shards.
 
@@ -321,7 +346,15 @@ class Writer:
             self._ledger.take_abandoned(self._submitted, self._outstanding)
             listed = self._ledger.shard_ends(shard.number)
         sealed: list[Record] | None = None
+        whole = True
         try:
+            try:
+                shard.flush()
+            except OSError as error:
+                whole = False
+                with self._changed:
+                    self._disk_failed(f"cannot write to {shard.path}", error)
+                    self._ledger.lose(shard.give_way(), listed)
             try:
                 sealed = self._seal(shard, listed)
             except OSError as error:
@@ -338,6 +371,7 @@ class Writer:
                 self._ledger.lose(shard.serials, listed)
         with self._changed:
             if sealed is not None:
+                self._disk_fails = self._disk_fails and not whole
                 self._counts["shards"] += 1
                 self._counts["records"] += len(sealed)
             self._shards_ended += 1

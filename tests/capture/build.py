@@ -7,6 +7,7 @@ The states of a prompt follow from its ids (:func:`states_of`), so that whoever 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +190,13 @@ class Host:
             self._release(buffer)
 
         self.writer.submit(Flight(buffer, wait, frames, release))
+
+    def settle(self) -> None:
+        """Wait until all that was sent is in the file, sealed or not."""
+        end = time.monotonic() + 20
+        while self.writer.counters()["queue"] or ((shard := self.writer._shard) is not None and shard.dirty):
+            assert time.monotonic() < end
+            time.sleep(0.002)
 
     @property
     def forwards(self) -> int:

@@ -14,7 +14,7 @@ from hashtap.reader import Reader
 from hashtap.verify import verify
 
 PROMPTS = [[n] * 40 for n in range(4)]
-STEPS = ("os.open", "os.writev", "os.lseek", "os.fsync", "pathlib.Path.rename", "os.close")
+STEPS = ("os.open", "os.pwrite", "os.fsync", "pathlib.Path.rename", "os.close")
 
 
 def write(path: Path, step: Callable[[str], None]) -> None:
@@ -24,6 +24,7 @@ def write(path: Path, step: Callable[[str], None]) -> None:
             patch.setattr(name, _announced(name, step))
         for ids in PROMPTS:
             host.capture([ids])
+            host.settle()
             if ids[0] % 2:
                 host.writer.drain()
 

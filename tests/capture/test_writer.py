@@ -1,3 +1,4 @@
+import fcntl
 import logging
 import os
 import signal
@@ -260,6 +261,25 @@ def test_a_flight_that_does_not_arrive(tmp_path: Path, caplog: pytest.LogCapture
     assert "illegal memory access" in caplog.text
 
 
+def test_rows_between_the_samples_are_left_to_verify(tmp_path: Path) -> None:
+    """The writer recomputes the checksums of some rows, ``verify`` those of all."""
+
+    def spoil_row(row: int) -> Callable[[npt.NDArray[np.uint8]], None]:
+        def spoil(buffer: npt.NDArray[np.uint8]) -> None:
+            buffer[HEADER_BYTES + row * GEOMETRY.row_bytes + 5] ^= 0x10
+
+        return spoil
+
+    ids = list(range(256))
+    with Host(tmp_path) as host:
+        for row in (0, 47, 255):
+            host.forward([(host.record(ids), states_of(ids), 0, 256)], spoil=spoil_row(row))
+        wait_for(lambda: host.writer.counters()["bad_frames"] == 3)
+        host.forward([(host.record(ids), states_of(ids), 0, 256)], spoil=spoil_row(7))
+    (problem,) = verify(tmp_path).problems
+    assert (problem.kind, problem.rows) == ("row_sum", ((7, 8),))
+
+
 def test_a_table_that_nobody_made(tmp_path: Path) -> None:
     table = np.full((4, 72), 120, np.uint8)
     with Host(tmp_path, table=table) as host:
@@ -341,6 +361,21 @@ def test_a_shard_is_sealed_when_no_rows_come(tmp_path: Path, caplog: pytest.LogC
     assert [line.split(": ")[1][:17] for line in caplog.messages] == ["1 records, 3 rows", "1 records, 2 rows"]
 
 
+def test_a_shard_that_goes_on_getting_rows_is_sealed_by_age(tmp_path: Path) -> None:
+    """Rows come faster than ``seal_after_s`` for longer than twelve times that."""
+    with Host(tmp_path, seal_after_s=0.1) as host:
+        started = time.monotonic()
+        sent = 0
+        while not host.directory.shards():
+            host.capture([[sent]])
+            sent += 1
+            assert time.monotonic() < started + 20
+            time.sleep(0.002)
+        assert time.monotonic() - started >= 1.2
+        assert len(Reader(tmp_path)) > sent // 2
+    assert_captured(tmp_path, [[n] for n in range(sent)])
+
+
 def test_only_whole_files_are_ever_visible(tmp_path: Path) -> None:
     stop = threading.Event()
     seen: set[str] = set()
@@ -385,30 +420,48 @@ def test_a_closed_writer_gives_memory_back(tmp_path: Path, caplog: pytest.LogCap
 def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A disk that takes so many more bytes, then is full: the last write is a short one."""
     left = [1 << 60]
-    writev, truncate = os.writev, os.ftruncate
+    pwrite, truncate = os.pwrite, os.ftruncate
 
-    def limited(descriptor: int, pieces: list[memoryview]) -> int:
-        data = b"".join(pieces)[: left[0]]
-        if not data:
+    def limited(descriptor: int, data: memoryview, at: int) -> int:
+        end = os.fstat(descriptor).st_size
+        if not (count := min(len(data), end + left[0] - at)):
             raise OSError(28, "No space left on device")
-        left[0] -= len(data)
-        return writev(descriptor, [data])
+        left[0] -= max(0, at + count - end)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return pwrite(descriptor, data[:count], at)
 
     def cut(descriptor: int, end: int) -> None:
         left[0] += os.fstat(descriptor).st_size - end
         truncate(descriptor, end)
 
-    monkeypatch.setattr("os.writev", limited)
+    monkeypatch.setattr("os.pwrite", limited)
     monkeypatch.setattr("os.ftruncate", cut)
     return lambda count: left.__setitem__(0, count)
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writev = os.writev
-    monkeypatch.setattr("os.writev", lambda fd, pieces: writev(fd, [b"".join(pieces)[:1000]]))
+    pwrite = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda fd, data, at: pwrite(fd, bytes(data[:1000]), at))
     with Host(tmp_path) as host:
         host.capture(PROMPTS[:5])
     assert_captured(tmp_path, PROMPTS[:5])
+
+
+def test_frames_larger_than_the_buffer(tmp_path: Path) -> None:
+    geometry = Geometry(4, 4096)
+    prompts = [[n] * 200 for n in range(4)]
+    with Host(tmp_path, geometry, codec="none") as host:
+        host.capture(prompts)
+    assert_captured(tmp_path, prompts, geometry)
+
+
+def test_what_is_idle_survives_the_process(tmp_path: Path) -> None:
+    """Nothing waits in memory for the next rows."""
+    with Host(tmp_path, codec="none") as host:
+        host.capture([[1, 2, 3]])
+        host.settle()
+        (partial,) = host.directory.partials()
+        assert states_of([1, 2, 3]).tobytes() in partial.read_bytes()
 
 
 def test_a_full_disk_loses_only_what_it_hit(
@@ -416,11 +469,11 @@ def test_a_full_disk_loses_only_what_it_hit(
 ) -> None:
     with Host(tmp_path, threads=1) as host:
         host.capture([[1] * 100])
-        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        host.settle()
         full(10_000)
         for n in range(2, 8):
             host.capture([[n] * 100])
-        wait_for(lambda: host.writer.counters()["queue"] == 0)
+            host.settle()
         full(1 << 60)
         host.capture([[8] * 100])
     counters = host.writer.counters()
@@ -430,11 +483,40 @@ def test_a_full_disk_loses_only_what_it_hit(
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
 
 
+@pytest.mark.parametrize("code", [5, 28, 122])
+def test_a_write_that_fails_takes_nothing_else_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A broken disk, a full one, a quota: what was written before is sealed, what was not is lost whole."""
+    pwrite, fails = os.pwrite, threading.Event()
+
+    def fail_once(descriptor: int, data: memoryview, at: int) -> int:
+        if fails.is_set():
+            fails.clear()
+            raise OSError(code, os.strerror(code))
+        return pwrite(descriptor, data, at)
+
+    monkeypatch.setattr("os.pwrite", fail_once)
+    prompts = [[n] * 100 for n in range(10)]
+    with Host(tmp_path, threads=1) as host:
+        host.capture(prompts)
+        host.settle()
+        fails.set()
+        host.capture([[20] * 100])
+        wait_for(lambda: host.writer.counters()["shards"] == 1)
+        assert_captured(tmp_path, prompts)
+        host.capture([[20] * 100, prompts[0]])
+    assert_captured(tmp_path, [*prompts, [20] * 100])
+    assert verify(tmp_path).ok
+    counters = host.writer.counters()
+    assert (counters["write_errors"], counters["records"], counters["duplicates"]) == (1, 11, 1)
+
+
 def test_a_full_disk_at_the_seal(tmp_path: Path, full: Callable[[int], None]) -> None:
     """The last frames give way to the index; the rest is kept."""
     with Host(tmp_path, threads=1) as host:
         host.capture([[n] * 100 for n in range(20)])
-        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        host.settle()
         full(0)
         host.writer.drain()
         assert_captured(tmp_path, [[n] * 100 for n in range(19)])
@@ -448,7 +530,7 @@ def test_a_full_disk_at_the_seal(tmp_path: Path, full: Callable[[int], None]) ->
 def test_a_disk_too_full_for_any_shard(tmp_path: Path, full: Callable[[int], None]) -> None:
     with Host(tmp_path, threads=1) as host:
         host.capture([[1]])
-        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        host.settle()
         full(0)
         host.writer.drain()
         assert host.directory.shards() == host.directory.partials() == []
@@ -458,7 +540,7 @@ def test_a_disk_too_full_for_any_shard(tmp_path: Path, full: Callable[[int], Non
     assert host.writer.counters()["duplicates"] == 0
 
 
-@pytest.mark.parametrize("step", ["os.fsync", "os.lseek", "pathlib.Path.rename"])
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.rename"])
 def test_a_step_of_sealing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -515,14 +597,14 @@ def test_a_torn_frame_that_cannot_be_cut_off(
 
     with Host(tmp_path, threads=1) as host:
         host.capture([[1] * 100])
-        wait_for(lambda: host.writer.counters()["queue"] == 0)
+        host.settle()
         full(5000)
         with monkeypatch.context() as patch:
             patch.setattr("os.ftruncate", fail)
             host.capture([[2] * 100])
-            wait_for(lambda: host.writer.counters()["queue"] == 0)
+            host.settle()
+            host.writer.drain()
         full(1 << 60)
-        host.writer.drain()
         assert host.directory.shards() == host.directory.partials() == []
         host.capture([[1] * 100, [2] * 100])
     assert_captured(tmp_path, [[1] * 100, [2] * 100])
