@@ -171,16 +171,14 @@ class Session:
         pieces: list[Piece] = []
         records: dict[int, Record] = {}
         taking: list[tuple[Tracked, int]] = []
-        for span in prompt_spans(batch.extend_lens, batch.prefix_lens, prompt_lens):
-            tracked = members[span.request]
-            if tracked is None or not self._continues(tracked, span.first_position):
+        for request, row, tokens, first_position in prompt_spans(batch.extend_lens, batch.prefix_lens, prompt_lens):
+            tracked = members[request]
+            if tracked is None or (tracked.rows != first_position and not self._goes_on(tracked, first_position)):
                 continue
             record = tracked.record
-            pieces.append(
-                Piece(span.row, span.tokens, span.first_position, len(record.token_ids), record.serial, record.key)
-            )
+            pieces.append(Piece(row, tokens, first_position, len(record.token_ids), record.serial, record.key))
             records[record.serial] = record
-            taking.append((tracked, span.tokens))
+            taking.append((tracked, tokens))
         if pieces:
             self._send(batch, sources, plan_frames(pieces, self.facts.geometry), records, taking)
         return [self._receipt(tracked) if tracked else None for tracked in members]
@@ -221,10 +219,8 @@ class Session:
             raise ValueError(f"the forward brought {len(aux)} auxiliary layers, {layers - 1} were asked for")
         return [*aux, batch.final]
 
-    def _continues(self, tracked: Tracked, first_position: int) -> bool:
-        """Whether rows from ``first_position`` go on where the request's rows ended; settles it if not."""
-        if first_position == tracked.rows:
-            return True
+    def _goes_on(self, tracked: Tracked, first_position: int) -> bool:
+        """Whether rows that do not begin where the request's rows ended begin a new pass; else the request fails."""
         if first_position == 0:  # retracted and prefilled anew: the first pass's frames belong to no record
             tracked.record = replace(tracked.record, serial=next(self._serials))
             tracked.rows = 0

@@ -49,15 +49,16 @@ def check_batch(
     rows = int(last_rows.max()) if len(plan) else 0
     if len(sources) != geometry.layers:
         raise ValueError(f"{len(sources)} sources for {geometry.layers} layers: give one tensor a layer")
+    align = row_alignment(geometry)
     for layer, source in enumerate(sources):
-        _check_source(f"source {layer}", source, rows, geometry)
+        _check_source(f"source {layer}", source, rows, geometry, align)
     for name, tensor in (("input_ids", input_ids), ("positions", positions)):
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name} are {tensor.dtype}: they must be int64")
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{name} have shape {tuple(tensor.shape)}: they must be contiguous and one-dimensional")
-        if len(tensor) < rows:
-            raise ValueError(f"{name} have {len(tensor)} entries, the plan reads {rows}")
+        if tensor.shape[0] < rows:
+            raise ValueError(f"{name} have {tensor.shape[0]} entries, the plan reads {rows}")
     _check_out(out, plan.bytes)
     device = sources[0].device
     if any(tensor.device != device for tensor in (*sources, input_ids, positions)):
@@ -80,11 +81,10 @@ def check_table(table: npt.NDArray[np.uint8], geometry: Geometry) -> None:
         raise ValueError(f"the table has shape {table.shape}, not {(geometry.layers, geometry.hidden)}")
 
 
-def _check_source(name: str, source: torch.Tensor, rows: int, geometry: Geometry) -> None:
-    align = row_alignment(geometry)
+def _check_source(name: str, source: torch.Tensor, rows: int, geometry: Geometry, align: int) -> None:
     if source.dtype != TORCH_DTYPE[geometry.dtype]:
         raise TypeError(f"{name} is {source.dtype}, not {TORCH_DTYPE[geometry.dtype]} as the geometry says")
-    if source.dim() != 2 or source.shape[1] != geometry.hidden or (len(source) and source.stride(1) != 1):
+    if source.dim() != 2 or source.shape[1] != geometry.hidden or (source.shape[0] and source.stride(1) != 1):
         raise ValueError(
             f"{name} has shape {tuple(source.shape)} and strides {source.stride()}: "
             f"it must be [rows, {geometry.hidden}] with stride 1 along a row"
@@ -111,8 +111,8 @@ def _check_out(out: Buffer, size: int) -> None:
     contiguous = out.is_contiguous() if isinstance(out, torch.Tensor) else out.flags.c_contiguous
     if out.ndim != 1 or not contiguous:
         raise ValueError(f"the output has shape {tuple(out.shape)}: it must be contiguous and one-dimensional")
-    if len(out) < size:
-        raise ValueError(f"the output has {len(out)} bytes, the plan writes {size}")
+    if out.shape[0] < size:
+        raise ValueError(f"the output has {out.shape[0]} bytes, the plan writes {size}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("the output is read-only")
     address = out.data_ptr() if isinstance(out, torch.Tensor) else out.ctypes.data

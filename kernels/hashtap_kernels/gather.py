@@ -185,11 +185,10 @@ class _Upload:
     def __init__(self, size: int, device: torch.device, buffers: int) -> None:
         self.words = torch.zeros(size, dtype=torch.int64, device=device)
         self.bytes = self.words.view(torch.uint8)
-        self._buffers: list[torch.Tensor] = []
-        self._sent: list[torch.cuda.Event] = []
+        self._buffers: list[tuple[torch.Tensor, I64Array, torch.cuda.Event]] = []
         if device.type != "cpu":
-            self._buffers = list(torch.zeros((buffers, size), dtype=torch.int64, pin_memory=True))
-            self._sent = [torch.cuda.Event() for _ in range(buffers)]  # type: ignore[no-untyped-call]
+            for buffer in torch.zeros((buffers, size), dtype=torch.int64, pin_memory=True):
+                self._buffers.append((buffer, buffer.numpy(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def send(self, words: I64Array) -> None:
@@ -198,11 +197,11 @@ class _Upload:
             self.words.numpy()[: len(words)] = words
             return
         self._turn = (self._turn + 1) % len(self._buffers)
-        buffer, sent = self._buffers[self._turn], self._sent[self._turn]
+        buffer, writable, sent = self._buffers[self._turn]
         # Only a host that is a whole round of buffers ahead of the device waits here.
         if not sent.query():  # type: ignore[no-untyped-call]
             sent.synchronize()
-        buffer.numpy()[: len(words)] = words
+        writable[: len(words)] = words
         self.words[: len(words)].copy_(buffer[: len(words)], non_blocking=True)
         sent.record()
 

@@ -62,7 +62,10 @@ class Dtype(IntEnum):
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
-        return {Dtype.BF16: 2, Dtype.FP16: 2, Dtype.FP32: 4, Dtype.FP8_E4M3: 1}[self]
+        return _ELEMENT_BYTES[self]
+
+
+_ELEMENT_BYTES = {Dtype.BF16: 2, Dtype.FP16: 2, Dtype.FP32: 4, Dtype.FP8_E4M3: 1}
 
 
 HEADER = np.dtype(
@@ -119,8 +122,8 @@ class Geometry:
 
     def frame_bytes(self, tokens: Count) -> Count:
         """Bytes of a frame of ``tokens`` rows (one number or an array), header, row sums and padding included."""
-        used = HEADER_BYTES + tokens * (self.row_bytes + 8)
-        return -(-used // FRAME_ALIGN) * FRAME_ALIGN
+        used = tokens * (self.row_bytes + 8) + HEADER_BYTES
+        return (used + FRAME_ALIGN - 1) // FRAME_ALIGN * FRAME_ALIGN
 
     def piece_bytes(self, tokens: int) -> int:
         """Bytes of all frames of ``tokens`` consecutive rows of one request."""

@@ -40,6 +40,8 @@ COLUMNS = 8
 
 I64Array = npt.NDArray[np.int64]
 
+_LEAST = np.array([[0], [1], [0], [1]])  # of a piece's row, tokens, first position and total
+
 
 class Piece(NamedTuple):
     """Consecutive rows of a batch that belong to consecutive tokens of one prompt."""
@@ -79,8 +81,8 @@ class FramePlan:
         tokens = self.descriptors[:, TOKENS]
         if len(tokens) and not 1 <= tokens.min() <= tokens.max() <= MAX_FRAME_TOKENS:
             raise ValueError(f"frames of {tokens.min()} to {tokens.max()} tokens: 1 to {MAX_FRAME_TOKENS} are allowed")
-        descriptors, rows, size = _lay_out(self.descriptors, geometry)
-        if rows != self.rows or size != self.bytes or not np.array_equal(descriptors, self.descriptors):
+        places, rows, size = _places(tokens, geometry)
+        if rows != self.rows or size != self.bytes or (places != self.descriptors[:, ROWS_BEFORE : OFFSET + 1]).any():
             raise ValueError(f"this plan of {self.rows} rows and {self.bytes} bytes is not laid out for {geometry}")
 
     def split(self, limit_bytes: int) -> list["FramePlan"]:
@@ -116,31 +118,35 @@ def plan_frames(pieces: Sequence[Piece], geometry: Geometry) -> FramePlan:
     *numbers, serials, keys = zip(*pieces, strict=True)
     columns = np.array(numbers, np.int64)
     rows, tokens, firsts, totals = columns
-    wrong = (rows < 0) | (tokens < 1) | (firsts < 0) | (firsts + tokens > totals) | (totals >= 1 << 31)
+    wrong = (columns < _LEAST).any(axis=0) | (firsts + tokens > totals) | (totals >= 1 << 31)
     if wrong.any() or any(len(key) != 16 for key in keys):
         raise ValueError(
             f"{pieces[int(wrong.argmax())]}: a piece is at least one row, lies inside its prompt of fewer than 2**31 "
             "tokens and has a key of 16 bytes"
         )
+    whole = np.empty((len(pieces), COLUMNS), np.int64)  # the descriptors, were a frame of any length
+    whole[:, ROW] = rows
+    whole[:, TOKENS] = tokens
+    whole[:, POSITIONS] = firsts | totals << 32
+    whole[:, SERIAL] = np.array(serials, np.uint64).view(np.int64)
+    whole[:, KEY0:] = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)
     counts = -(-tokens // MAX_FRAME_TOKENS)
-    owner = np.repeat(np.arange(len(pieces)), counts)
+    descriptors = np.repeat(whole, counts, axis=0)
     # How many tokens of its piece lie before each frame.
-    before = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * MAX_FRAME_TOKENS
-    row, _, first, total = columns[:, owner]
-    descriptors = np.empty((len(owner), COLUMNS), np.int64)
-    descriptors[:, ROW] = row + before
-    descriptors[:, TOKENS] = np.minimum(tokens[owner] - before, MAX_FRAME_TOKENS)
-    descriptors[:, POSITIONS] = (first + before) | total << 32
-    descriptors[:, SERIAL] = np.array(serials, np.uint64).view(np.int64)[owner]
-    descriptors[:, KEY0:] = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)[owner]
-    return FramePlan(*_lay_out(descriptors, geometry))
+    before = (np.arange(len(descriptors)) - np.repeat(np.cumsum(counts) - counts, counts)) * MAX_FRAME_TOKENS
+    descriptors[:, ROW] += before
+    descriptors[:, TOKENS] = np.minimum(descriptors[:, TOKENS] - before, MAX_FRAME_TOKENS)
+    descriptors[:, POSITIONS] += before
+    places, captured_rows, size = _places(descriptors[:, TOKENS], geometry)
+    descriptors[:, ROWS_BEFORE : OFFSET + 1] = places
+    return FramePlan(descriptors, captured_rows, size)
 
 
-def _lay_out(descriptors: I64Array, geometry: Geometry) -> tuple[I64Array, int, int]:
-    """Descriptors with ROWS_BEFORE and OFFSET filled in, and the sums of rows and bytes."""
-    tokens = descriptors[:, TOKENS]
-    sizes = geometry.frame_bytes(tokens)
-    laid_out = descriptors.copy()
-    laid_out[:, ROWS_BEFORE] = np.cumsum(tokens) - tokens
-    laid_out[:, OFFSET] = np.cumsum(sizes) - sizes
-    return laid_out, int(tokens.sum()), int(sizes.sum())
+def _places(tokens: I64Array, geometry: Geometry) -> tuple[I64Array, int, int]:
+    """ROWS_BEFORE and OFFSET of frames of ``tokens`` rows, int64 ``[F, 2]``, and the sums of rows and bytes."""
+    extents = np.empty((len(tokens), 2), np.int64)
+    extents[:, 0] = tokens
+    extents[:, 1] = geometry.frame_bytes(tokens)
+    ends = np.zeros((len(tokens) + 1, 2), np.int64)
+    np.cumsum(extents, axis=0, out=ends[1:])
+    return ends[:-1], int(ends[-1, 0]), int(ends[-1, 1])

@@ -217,8 +217,8 @@ class SlowEvent:
 @pytest.mark.parametrize(("steps", "waits"), [(2, False), (3, True)])
 def test_an_upload_buffer_is_reused_only_when_its_upload_is_done(steps: int, waits: bool) -> None:
     control = _Upload(8, torch.device("cpu"), 3)
-    control._buffers = list(torch.zeros((3, 8), dtype=torch.int64))
-    control._sent = [SlowEvent(number, steps) for number in range(3)]
+    buffers = torch.zeros((3, 8), dtype=torch.int64)
+    control._buffers = [(buffer, buffer.numpy(), SlowEvent(number, steps)) for number, buffer in enumerate(buffers)]
     SlowEvent.log.clear()
     for upload in range(4):
         control.send(np.arange(upload, upload + 5))
