@@ -1,7 +1,8 @@
 """The table of reference exponents that PLANES frames are centred by: one a run, from its first captured rows.
 
 The exponent of a Gaussian has about 2.54 bits whatever its scale, so once each channel's own exponent is taken off,
-all channels share one distribution and one Huffman table serves them.
+all channels share one distribution and one Huffman table serves them. The high byte of a rotated float16 also holds three
+bits of its mantissa, so there is less to gain; what is taken off is put back, whatever it was.
 """
 
 import threading
@@ -36,7 +37,7 @@ class TableBuilder:
             return
         with self._lock:
             room = self._seen[self._seen_rows :]
-            exponents = (rows[: len(room)] >> 7).astype(np.uint8)
+            exponents = (rows[: len(room)] >> 7).astype(np.uint8)  # the high byte of the bits rotated left by one
             room[: len(exponents)] = exponents
             self._seen_rows += len(exponents)
             if self.table is None and self._seen_rows == len(self._seen):

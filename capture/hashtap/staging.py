@@ -104,10 +104,12 @@ class StagedTransport:
         table: Bytes | None,
         forward: int,
     ) -> Callable[[], None]:
+        if offset < 0 or offset + plan.bytes > len(self.memory):
+            raise ValueError(f"{plan.bytes} bytes at {offset} do not lie in a ring of {len(self.memory)}")
+        parts = [plan] if plan.bytes <= self._stage_bytes else plan.split(self._stage_bytes)
         if table is not self._table:
             self._gather.set_table(table)
             self._table = table
-        parts = [plan] if plan.bytes <= self._stage_bytes else plan.split(self._stage_bytes)
         stream = self._cuda.current_stream()
         for part in parts:
             slot = self._slots[0]

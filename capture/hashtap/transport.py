@@ -52,6 +52,10 @@ class Transport(Protocol):
             offset: where the frames start in ``memory``, in bytes.
             table: reference exponents uint8 ``[L, H]``, or None for RAW payloads.
             forward: number of the forward pass.
+
+        Raises:
+            TypeError, ValueError: before anything is written, when the tensors do not fit the plan, see
+                :mod:`hashtap_kernels.contract`, or the frames the memory.
         """
 
 

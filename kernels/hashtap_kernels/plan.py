@@ -81,6 +81,8 @@ class FramePlan:
         tokens = self.descriptors[:, TOKENS]
         if len(tokens) and not 1 <= tokens.min() <= tokens.max() <= MAX_FRAME_TOKENS:
             raise ValueError(f"frames of {tokens.min()} to {tokens.max()} tokens: 1 to {MAX_FRAME_TOKENS} are allowed")
+        if len(tokens) and self.descriptors[:, ROW].min() < 0:
+            raise ValueError(f"a frame begins at row {self.descriptors[:, ROW].min()} of the batch")
         places, rows, size = _places(tokens, geometry)
         if rows != self.rows or size != self.bytes or (places != self.descriptors[:, ROWS_BEFORE : OFFSET + 1]).any():
             raise ValueError(f"this plan of {self.rows} rows and {self.bytes} bytes is not laid out for {geometry}")

@@ -4,6 +4,7 @@ from tests.capture.build import GEOMETRY, states_of
 
 from hashtap.exponents import TableBuilder
 from hashtap_kernels.layout import Geometry
+from hashtap_kernels.planes import to_planes
 from hashtap_kernels.proof import table_id
 
 
@@ -46,3 +47,15 @@ def test_a_table_is_found_by_its_id_only() -> None:
     assert (builder.by_id(identity) == builder.table).all()
     with pytest.raises(KeyError):
         builder.by_id(identity ^ 1)
+
+
+def test_what_is_counted_is_what_the_exponent_plane_holds() -> None:
+    """Of every bit pattern, so of bfloat16 and of float16: centred on its table, a constant row is all zeros."""
+    rows = np.arange(1 << 16, dtype=np.uint16).reshape(1, 2, 1 << 15)
+    for half in (rows[..., : 1 << 14], rows[..., 1 << 14 :]):
+        builder = TableBuilder(Geometry(2, 16384), rows=1)
+        builder.observe(half)
+        assert builder.table is not None
+        exponents, rests = np.empty((2, *half.shape), np.uint8)
+        to_planes(np.ascontiguousarray(half), builder.table, exponents, rests)
+        assert not exponents.any()

@@ -13,27 +13,39 @@ import hashtap
 from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import SetupError
+from hashtap.exponents import TABLE_ROWS
+from hashtap.header import parse_header
 from hashtap.identity import prompt_key
 from hashtap.session import Batch, Session, Tracked
 from hashtap.shard import ShardFacts
-from hashtap_kernels.layout import Geometry
+from hashtap_kernels.layout import Dtype, Geometry, Payload
+from hashtap_kernels.proof import table_id
 
 LAYERS, HIDDEN = 4, 24
+TORCH_DTYPE = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
 class Host:
     """Plays the server: computes states that tell token, position and layer apart, and batches them as told."""
 
-    def __init__(self, path: Path, *, packed: bool = False, forward_tokens: int = 512, **options: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        packed: bool = False,
+        dtype: Dtype = Dtype.BF16,
+        forward_tokens: int = 512,
+        **options: Any,
+    ) -> None:
         options = {"capture_ring_gib": 0.02, "capture_seal_after_s": 60.0} | options
-        self.path, self.packed, self.padding = path, packed, 5
+        self.path, self.packed, self.dtype, self.padding = path, packed, dtype, 5
         self.directory = CaptureDirectory.create(path)
         facts = ShardFacts(
             model="fake",
             epoch="e0",
             boundaries=(1, 2, 3),
             final_norm="post",
-            geometry=Geometry(LAYERS, HIDDEN),
+            geometry=Geometry(LAYERS, HIDDEN, dtype),
             seed=(11, 22),
             directory_uuid=self.directory.uuid,
             writer="0" * 32,
@@ -52,19 +64,20 @@ class Host:
         )
 
     @staticmethod
-    def states(ids: list[int], first: int = 0, twist: int = 0) -> torch.Tensor:
-        """bfloat16 ``[T, L, H]``, every value a function of token, position, layer and channel."""
+    def states(ids: list[int], first: int = 0, twist: int = 0, dtype: Dtype = Dtype.BF16) -> torch.Tensor:
+        """``[T, L, H]``, every value's bits a function of token, position, layer and channel."""
         ids_t = torch.tensor(ids).view(-1, 1, 1)
         position = torch.arange(first, first + len(ids)).view(-1, 1, 1)
         layer = torch.arange(LAYERS).view(1, -1, 1)
         channel = torch.arange(HIDDEN).view(1, 1, -1)
         bits = (ids_t * 7919 + position * 104729 + layer * 31 + channel * 131 + twist) % 32749
-        return bits.to(torch.int16).view(torch.bfloat16)
+        integers = {2: torch.int16, 4: torch.int32}[dtype.element_bytes]
+        return bits.to(integers).view(TORCH_DTYPE[dtype])
 
     def forward(self, *parts: tuple[str, list[int], int], twist: int = 0) -> list[dict[str, Any] | None] | None:
         """One prefill forward of ``(rid, ids of the rows, first position)`` parts, padded behind with poison."""
-        rows = torch.cat([self.states(ids, first, twist) for _, ids, first in parts])
-        poison = torch.full((self.padding, LAYERS, HIDDEN), -1.0, dtype=torch.bfloat16)
+        rows = torch.cat([self.states(ids, first, twist, self.dtype) for _, ids, first in parts])
+        poison = torch.full((self.padding, LAYERS, HIDDEN), -1.0, dtype=rows.dtype)
         rows = torch.cat([rows, poison])
         aux: Any = [rows[:, layer].contiguous() for layer in range(LAYERS - 1)]
         if self.packed:
@@ -105,7 +118,9 @@ def prompt(seed: int, tokens: int) -> list[int]:
 def assert_captured(reader: "hashtap.Reader", ids: list[int], twist: int = 0) -> None:
     capture = reader.by_token_ids(ids)
     assert capture.token_ids.tolist() == ids
-    assert torch.equal(capture.tensor().view(torch.int16), Host.states(ids, twist=twist).view(torch.int16))
+    states = Host.states(ids, twist=twist, dtype=capture.facts.geometry.dtype)
+    assert capture.tensor().dtype == states.dtype
+    assert torch.equal(capture.tensor().view(torch.uint8), states.view(torch.uint8))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["list", "packed"])
@@ -130,19 +145,88 @@ def test_batches_chunks_and_strangers(tmp_path: Path, packed: bool) -> None:
     assert len(kept) == 3
 
 
-def test_planes_take_over_after_the_table(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+@pytest.mark.parametrize("dtype", TORCH_DTYPE)
+def test_planes_take_over_after_the_table(tmp_path: Path, dtype: Dtype) -> None:
+    """One table a run, from 1,024 rows or more; every frame before it is RAW, every one after it PLANES."""
+    host = Host(tmp_path, dtype=dtype)
     prompts = [prompt(seed, 400) for seed in range(8)]
     kept = []
     for number, ids in enumerate(prompts):
         kept.append(host.admit(str(number), ids))
         host.forward((str(number), ids, 0))
-        host.session._writer.drain()
+        host.session._writer.drain()  # so that no frame is on its way when the table is made
     reader = host.close()
     assert len(reader) == 8
     for ids in prompts:
         assert_captured(reader, ids)
-    assert host.session._tables.table is not None
+    headers = [frame.header for capture in reader for _, frame in capture._frames()]
+    headers.sort(key=lambda header: header.forward)
+    raw = [header for header in headers if header.payload is Payload.RAW]
+    planes = headers[len(raw) :]
+    assert raw == headers[: len(raw)]
+    if dtype is Dtype.FP32:
+        assert not planes
+        return
+    assert sum(header.tokens for header in raw) >= TABLE_ROWS == 1024
+    assert sum(header.tokens for header in raw if header.forward < raw[-1].forward) < 1024
+    assert len(planes) == 2 * 5
+    table = host.session._tables.table
+    assert table is not None
+    assert {header.table for header in planes} == {table_id(table)}
+    # The shards of the frames that name it hold it, and those before do not.
+    holders = {shard.path for shard in reader.shards if (shard.index[:, 6] & 0xFF == Payload.TABLE).any()}
+    assert holders == {
+        piece.shard.path for capture in reader for piece, frame in capture._frames() if frame.header.table
+    }
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPE)
+def test_each_forward_lies_in_one_range_of_the_ring_header_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype
+) -> None:
+    """By address: a prompt of one forward is one range, a chunked one a range for each of its forwards."""
+    host = Host(tmp_path, dtype=dtype, forward_tokens=700)
+    ring, geometry = host.session._transport.memory, host.session.facts.geometry
+    flights: list[Any] = []
+    submit = host.session._writer.submit
+    monkeypatch.setattr(host.session._writer, "submit", flights.append)  # so that no range is given back yet
+    prompts = {"short": prompt(1, 7), "whole": prompt(2, 600), "chunked": prompt(3, 650)}
+    kept = {rid: host.admit(rid, ids) for rid, ids in prompts.items()}
+    chunked = prompts["chunked"]
+    host.forward(("short", prompts["short"], 0), ("whole", prompts["whole"], 0), ("chunked", chunked[:30], 0))
+    host.forward(("stranger", prompt(9, 40), 0), ("chunked", chunked[30:600], 30))
+    host.forward(("chunked", chunked[600:], 600))
+
+    rid_of = {tracked.record.key: rid for rid, tracked in kept.items()}
+    ranges: list[tuple[str, int, int]] = []  # prompt, address, end; frames that touch are one range
+    for flight in flights:
+        address, end = flight.buffer.ctypes.data, flight.buffer.ctypes.data + flight.buffer.nbytes
+        assert ring.ctypes.data <= address < end <= ring.ctypes.data + ring.nbytes
+        assert address % 4096 == ring.ctypes.data % 4096
+        forward = len(ranges)
+        while address < end:
+            frame = ring[address - ring.ctypes.data :]
+            header = parse_header(frame)  # raises unless a header comes first
+            rid, first, tokens = rid_of[header.key], header.first_position, header.tokens
+            payload = frame[128 : 128 + tokens * geometry.row_bytes]
+            states = host.states(prompts[rid][first : first + tokens], first, dtype=dtype)
+            assert payload.tobytes() == states.view(torch.uint8).numpy().tobytes()
+            start = address
+            address += geometry.frame_bytes(tokens)
+            if len(ranges) > forward and ranges[-1][0] == rid:
+                start = ranges.pop()[1]
+            ranges.append((rid, start, address))
+    sizes = [(rid, end - start) for rid, start, end in ranges]
+    assert sizes == [
+        (rid, geometry.piece_bytes(tokens))
+        for rid, tokens in (("short", 7), ("whole", 600), ("chunked", 30), ("chunked", 570), ("chunked", 50))
+    ]
+
+    for flight in flights:
+        submit(flight)
+    reader = host.close()
+    for ids in prompts.values():
+        assert_captured(reader, ids)
 
 
 def test_a_retracted_prompt_is_stored_once_from_one_pass(host: Host) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hashtap.staging import Slot, StagedTransport
+from hashtap.transport import HostTransport, Transport
 from hashtap_kernels import gather_reference
 from hashtap_kernels.layout import Geometry
 from hashtap_kernels.plan import FramePlan, Piece, plan_frames
@@ -167,6 +168,55 @@ def test_one_launch_one_copy_no_wait_no_allocation() -> None:
         assert device.log == ["launch", "record", "copy", "record", "record"]
         assert device.allocated - allocated == (number == 0)
         wait()
+
+
+def test_a_forward_larger_than_a_slot_takes_several_launches() -> None:
+    """As few as hold its frames, one event for all of them, and what lies around its range stays as it was."""
+    device = RecordingDevice(random.Random(4))
+    staged = transport(device, stage_bytes=2 * GEOMETRY.frame_bytes(256))
+    sources, ids, positions, plan = forward_of(0, 256 * 7)
+    allocated = device.allocated
+    wait = staged.send(sources, ids, positions, plan, 4096, table=None, forward=0)
+    launches = len(plan.split(2 * GEOMETRY.frame_bytes(256)))
+    assert launches == 4
+    assert device.log == ["launch", "record", "copy", "record"] * launches + ["record"]
+    assert device.allocated == allocated + 1
+    wait()
+    expected = np.full(len(staged.memory), 0xA5, np.uint8)
+    frames = expected[4096 : 4096 + plan.bytes]
+    gather_reference(sources, ids, positions, plan, frames, geometry=GEOMETRY, seed=SEED, table=None, forward=0)
+    assert np.array_equal(staged.memory, expected)
+
+
+@pytest.mark.parametrize("transport_of", ["staged", "host"])
+@pytest.mark.parametrize("beyond", [1, 64, 1 << 20])
+def test_frames_past_the_end_of_the_ring_are_refused(transport_of: str, beyond: int) -> None:
+    device = RecordingDevice(random.Random(5))
+    ring_bytes = 1 << 16
+    to_ring: Transport
+    to_ring = (
+        transport(device, 1 << 16, ring_bytes)
+        if transport_of == "staged"
+        else HostTransport(GEOMETRY, ring_bytes, SEED)
+    )
+    before = to_ring.memory.copy()
+    sources, ids, positions, plan = forward_of(0, 100)
+    offset = ring_bytes - plan.bytes + beyond
+    with pytest.raises(ValueError, match="bytes"):
+        to_ring.send(sources, ids, positions, plan, offset, table=None, forward=0)
+    assert device.log == []
+    assert np.array_equal(to_ring.memory, before)
+    to_ring.send(sources, ids, positions, plan, ring_bytes - plan.bytes, table=None, forward=0)()
+    assert not np.array_equal(to_ring.memory, before)
+
+
+def test_a_frame_larger_than_a_slot_is_refused() -> None:
+    device = RecordingDevice(random.Random(6))
+    staged = transport(device, stage_bytes=GEOMETRY.frame_bytes(256) - 64)
+    sources, ids, positions, plan = forward_of(0, 256 * 3)
+    with pytest.raises(ValueError, match="does not fit a limit of"):
+        staged.send(sources, ids, positions, plan, 0, table=None, forward=0)
+    assert device.log == []
 
 
 def test_backpressure_asks_for_the_next_slot() -> None:

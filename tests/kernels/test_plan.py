@@ -156,3 +156,11 @@ def test_check_refuses_frames_of_a_wrong_size(tokens: int) -> None:
     descriptors[0, TOKENS] = tokens
     with pytest.raises(ValueError, match="1 to 256"):
         FramePlan(descriptors, plan.rows, plan.bytes).check(GEOMETRY)
+
+
+def test_check_refuses_rows_before_the_batch() -> None:
+    plan = plan_frames([piece(tokens=300)], GEOMETRY)
+    descriptors = plan.descriptors.copy()
+    descriptors[0, ROW] = -1
+    with pytest.raises(ValueError, match="begins at row -1"):
+        FramePlan(descriptors, plan.rows, plan.bytes).check(GEOMETRY)
