@@ -1,8 +1,8 @@
 """The table of reference exponents that PLANES frames are centred by: one a run, from its first captured rows.
 
 The exponent of a Gaussian has about 2.54 bits whatever its scale, so once each channel's own exponent is taken off,
-all channels share one distribution and one Huffman table serves them. The high byte of a rotated float16 also holds three
-bits of its mantissa, so there is less to gain; what is taken off is put back, whatever it was.
+all channels share one distribution and one Huffman table serves them. The high byte of a rotated float16 holds three
+bits of its mantissa as well, so there is less to gain; what is taken off is put back, whatever it was.
 """
 
 import threading
