@@ -1,4 +1,4 @@
-"""``sglang.Engine`` in a user's own script, turned on by ``hashtap.enable``."""
+"""Other ways to start: ``sglang.Engine`` with ``hashtap.enable``, ``sglang serve``, the environment twins."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench.server import Server
 from tests import models
-from tests.server.prompts import random_prompts
+from tests.server.conftest import COMMON_FLAGS
+from tests.server.prompts import random_prompts, receipt
 
 from hashtap.reader import Reader
 
@@ -67,3 +69,20 @@ def test_engine_raises_what_it_cannot_do(tmp_path: Path) -> None:
     answer = run_engine(tmp_path, [[3, 4]], enable_return_hidden_states=True)
     assert answer.returncode != 0
     assert "hashtap.errors.SetupError: --enable-return-hidden-states does not go together with capture" in answer.stderr
+
+
+def test_sglang_serve_with_options_from_the_environment(tmp_path: Path) -> None:
+    (prompt,) = random_prompts([150], seed=31)
+    environment = {
+        "HASHTAP_CAPTURE_DIR": str(tmp_path / "captures"),
+        "HASHTAP_CAPTURE_LAYERS": "3 5 7",
+        "HASHTAP_CAPTURE_RING_GIB": "0.125",
+    }
+    server = Server(models.llama(), *COMMON_FLAGS, threads=1, environment=environment)
+    serve = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    server.command = [*serve, *server.command[server.command.index("--model-path") :]]
+    with server:
+        assert receipt(server.generate(prompt))["rows"] == len(prompt)
+        assert server.terminate() == 0
+    reader = Reader(tmp_path / "captures")
+    assert reader.by_token_ids(prompt).boundaries == (3, 5, 7)
