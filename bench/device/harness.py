@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from hashtap.staging import Slot, StagedTransport, open_staged  # noqa: E402
 from hashtap_kernels.gather import NUM_WARPS, Gather, compile_constants, control_words  # noqa: E402
 from hashtap_kernels.gather_kernel import gather_kernel  # noqa: E402
 from hashtap_kernels.layout import HEADER, Geometry, Payload  # noqa: E402
@@ -37,7 +38,8 @@ __all__ = [
     "Bare",
     "Batch",
     "Bench",
-    "Staged",
+    "Way",
+    "bar_line",
     "clock",
     "event",
     "on",
@@ -59,8 +61,17 @@ class Bench:
         parser = argparse.ArgumentParser(description=f"hashtap on a GPU: {name}")
         parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
         parser.add_argument("--record", type=Path, help="where to write the record (JSON)")
-        self._path = parser.parse_args().record or Path(os.environ.get("OUT", ".")) / f"device-{name}.json"
-        self._until = time.monotonic() + budget_s
+        parser.add_argument(
+            "--part", default="0/1", help="I/N: of the checks that measure nothing, the I-th of N parts"
+        )
+        parser.add_argument(
+            "--budget-s", type=float, default=budget_s, help="begin nothing long after that [%(default)s]"
+        )
+        options = parser.parse_args()
+        self._path = options.record or Path(os.environ.get("OUT", ".")) / f"device-{name}.json"
+        self._part, self._parts = map(int, options.part.split("/"))
+        self._checks = 0
+        self._until = time.monotonic() + options.budget_s
         self._bars: list[dict[str, Any]] = []
         self._tables: dict[str, list[dict[str, Any]]] = {}
         properties = None if DRY else torch.cuda.get_device_properties(DEVICE)
@@ -77,6 +88,11 @@ class Bench:
     def left_s(self) -> float:
         """Seconds left of the script's budget; it starts nothing long when few are."""
         return self._until - time.monotonic()
+
+    def mine(self) -> bool:
+        """Whether the next check is in this process's part."""
+        self._checks += 1
+        return self._checks % self._parts == self._part
 
     def row(self, table: str, **columns: Any) -> None:
         """Add a row to a table of the record and print it."""
@@ -97,13 +113,18 @@ class Bench:
     def finish(self) -> None:
         """Print the bars, write the record and exit: 1 when one was missed."""
         for bar in self._bars:
-            wanted = f">= {bar['least']}" if bar["most"] is None else f"<= {bar['most']}"
-            verdict = {None: "open (dry)", True: "ok", False: "SHORT"}[bar["ok"]]
-            print(f"{bar['figure']}  {_short(bar['value'])}  {wanted}  {verdict}")
+            print(bar_line(bar))
         record = self._facts | {"bars": self._bars, "tables": self._tables}
         self._path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"record: {self._path}")
         sys.exit(any(bar["ok"] is False for bar in self._bars))
+
+
+def bar_line(bar: dict[str, Any]) -> str:
+    """``name value bar ok``, or ``SHORT``; ``open`` where nothing was measured."""
+    wanted = "exact" if bar["least"] is True else f">={bar['least']}" if bar["most"] is None else f"<={bar['most']}"
+    verdict = {None: "open", True: "ok", False: "SHORT"}[bar["ok"]]
+    return f"{bar['figure'].replace(' ', '_')} {_short(bar['value'])} {wanted} {verdict}"
 
 
 class Batch:
@@ -176,32 +197,51 @@ class Bare:
         gather_kernel[(self._programs,)](self.control, self._table, out, **self._constants, num_warps=NUM_WARPS)
 
 
-class Staged:
-    """A forward's way to the host: gather into a device slot, copy engine into pinned memory, an event."""
+class Way:
+    """A forward's way to the host, as a server goes it: hashtap's own transport; the ring holds two forwards."""
 
-    def __init__(self, geometry: Geometry, slot_bytes: int, max_frames: int, slots: int = 2) -> None:
-        self.gather = Gather(geometry, DEVICE, max_frames)
-        self.gather.warm_up()
-        self._staging = [torch.empty(slot_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(slots)]
-        self.ring = [pinned(slot_bytes) for _ in range(slots)]
-        self._gathered = [event() for _ in range(slots)]
-        self.arrived = [event() for _ in range(slots)]
-        self._side = stream()
+    def __init__(self, batch: Batch) -> None:
+        self._range_bytes = -(-batch.plan.bytes // 4096) * 4096
+        ring_bytes, stage_bytes = 2 * self._range_bytes, max(self._range_bytes, batch.geometry.frame_bytes(256))
+        if DRY:
+            slots = [Slot(torch.empty(stage_bytes, dtype=torch.uint8), event(), event()) for _ in range(2)]
+            gather, ring = Gather(batch.geometry, DEVICE, len(batch.plan)), torch.empty(ring_bytes, dtype=torch.uint8)
+            gather.warm_up()
+            self.transport = StagedTransport(gather, slots, ring, SEED, _Cpu(), torch.Tensor.copy_)
+        else:
+            self.transport = open_staged(str(DEVICE), batch.geometry, ring_bytes, stage_bytes, len(batch.plan), SEED)
         self._turn = 0
 
-    def send(self, batch: Batch, turn: int = 0, sources: Sequence[torch.Tensor] | None = None) -> int:
-        """Start one forward's way; returns its slot. The host does not wait: the device does, for a slot in use."""
-        slot = self._turn = (self._turn + 1) % len(self.ring)
-        self.arrived[slot].wait()
-        layers = batch.sets[turn % len(batch.sets)] if sources is None else sources
-        staging = self._staging[slot]
-        self.gather.launch(layers, batch.input_ids, batch.positions, batch.plan, staging, seed=SEED, forward=1)
-        self._gathered[slot].record()
-        with on(self._side):
-            self._gathered[slot].wait()
-            self.ring[slot][: batch.plan.bytes].copy_(staging[: batch.plan.bytes], non_blocking=True)
-            self.arrived[slot].record()
-        return slot
+    def send(self, batch: Batch, turn: int = 0) -> tuple[np.ndarray, Callable[[], None]]:
+        """Start one forward's way without a wait: the frames as they will lie in the ring, and what waits for them."""
+        self._turn += 1
+        offset = self._turn % 2 * self._range_bytes
+        wait = self.transport.send(
+            batch.sets[turn % len(batch.sets)],
+            batch.input_ids,
+            batch.positions,
+            batch.plan,
+            offset,
+            table=None,
+            forward=1,
+        )
+        return self.transport.memory[offset : offset + batch.plan.bytes], wait
+
+
+class _Cpu:
+    """Stands for ``torch.cuda`` where there is only the CPU."""
+
+    def Stream(self) -> Any:  # noqa: N802
+        return _Nothing()
+
+    def Event(self) -> Any:  # noqa: N802
+        return _Nothing()
+
+    def current_stream(self) -> Any:
+        return _Nothing()
+
+    def stream(self, side: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext(side)
 
 
 class _Nothing:
@@ -209,7 +249,7 @@ class _Nothing:
 
     at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.at = time.perf_counter()
 
     def elapsed_time(self, later: "_Nothing") -> float:
@@ -218,7 +258,7 @@ class _Nothing:
     def query(self) -> bool:
         return True
 
-    def wait(self) -> None: ...
+    def wait_event(self, other: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 

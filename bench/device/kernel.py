@@ -1,9 +1,9 @@
 """The kernel's speed against the same run's device-to-device copy, by shape and grid; what a launch costs the host.
 
-PYTHONPATH=kernels python bench/device/kernel.py [--dry]
+PYTHONPATH=kernels:capture python bench/device/kernel.py [--dry]
 """
 
-from harness import DEVICE, DRY, Bare, Batch, Bench, seconds, synchronize  # isort: skip
+from harness import DEVICE, DRY, Bare, Batch, Bench, Way, seconds, synchronize  # isort: skip
 
 import statistics
 import time
@@ -70,26 +70,25 @@ def restore_rate(bench: Bench, tokens: int, hidden: int) -> None:
 
 
 def host_cost(bench: Bench, requests: int) -> None:
-    """Microseconds of one launch on the calling thread, and what it asks of CUDA."""
-    geometry = Geometry(4, 64 if DRY else 4096)
-    batch = Batch(max(requests, 16) if DRY else 2048, requests, geometry)
-    out = torch.empty(batch.plan.bytes, dtype=torch.uint8, device=DEVICE)
-    gather = Gather(geometry, DEVICE, len(batch.plan))
-    gather.warm_up()
+    """Microseconds that one forward's way takes the calling thread, and what it asks of CUDA."""
+    batch = Batch(max(requests, 16) if DRY else 2048, requests, Geometry(4, 64 if DRY else 4096))
+    way = Way(batch)
+    way.send(batch)[1]()
     times = []
     for _ in range(2 if DRY else 200):
         start = time.perf_counter()
-        batch.launch(gather, out)
+        _, wait = way.send(batch)
         times.append(time.perf_counter() - start)
-        synchronize()
-    bench.row("host", requests=requests, launch_us=statistics.median(times) * 1e6)
+        wait()
+    bench.row("host", requests=requests, send_us=statistics.median(times) * 1e6)
     if DRY or requests != 64:
         return
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     with torch.profiler.profile() as profile:
         torch.cuda.set_sync_debug_mode("error")  # a wait inside torch raises
-        batch.launch(gather, out)
+        _, wait = way.send(batch)
         torch.cuda.set_sync_debug_mode("default")
+    wait()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
     on_device = [call.name for call in profile.events() if call.device_type == torch.autograd.DeviceType.CUDA]
     launches = sum(not name.startswith("Mem") for name in on_device)
@@ -104,8 +103,9 @@ def host_cost(bench: Bench, requests: int) -> None:
 def main() -> None:
     bench = Bench("kernel", budget_s=300)
     for number, (tokens, requests, hidden) in enumerate(SHAPES):
-        if bench.left_s() > 60:
-            shape_rates(bench, tokens, requests, hidden, with_bar=number < 2)
+        with_bar = number < 2
+        if with_bar or bench.left_s() > 20:
+            shape_rates(bench, tokens, requests, hidden, with_bar)
     restore_rate(bench, SHAPES[0][0], SHAPES[0][2])
     for requests in (1, 8) if DRY else (1, 8, 64, 256):
         host_cost(bench, requests)

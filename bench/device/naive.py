@@ -1,9 +1,9 @@
 """The naive way beside hashtap's: ``.cpu()`` and ``torch.save`` for each layer of each request, as server patches do.
 
-PYTHONPATH=kernels python bench/device/naive.py [--dry]
+PYTHONPATH=kernels:capture python bench/device/naive.py [--dry]
 """
 
-from harness import DRY, Batch, Bench, Staged, synchronize  # isort: skip
+from harness import DRY, Batch, Bench, Way, synchronize  # isort: skip
 
 import tempfile
 import time
@@ -50,7 +50,7 @@ def host_ms(work: Callable[[], object], repeats: int = 5) -> float:
 def main() -> None:
     bench = Bench("naive", budget_s=120)
     batch = Batch(TOKENS, REQUESTS, Geometry(4, HIDDEN))
-    way = Staged(batch.geometry, batch.plan.bytes, len(batch.plan))
+    way = Way(batch)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         paths = {
             "naive, saved to tmpfs": lambda: naive(batch, Path(folder), save=True),

@@ -1,20 +1,30 @@
 """Prefill throughput with capture on and off, interleaved: a Llama-8B-shaped model in plain PyTorch.
 
-Random weights; 8 prompts of 1,024 tokens a forward. With capture, the residual stream after three layers and the final
-normed state are gathered, staged and copied to pinned memory on a side stream, forward after forward.
+Random weights; 8 prompts of 1,024 tokens a forward. With capture, a whole session takes part as in a server: requests
+are admitted and hashed, the residual stream after three layers and the final normed state go through kernel, staging
+and ring to a writer that compresses them into shards. In the end the directory is verified and one forward compared bit
+for bit.
 
-PYTHONPATH=kernels python bench/device/prefill.py [--dry]
+PYTHONPATH=kernels:capture python bench/device/prefill.py [--dry]   (the dry run's session captures on the CPU)
 """
 
-from harness import DEVICE, DRY, Batch, Bench, Staged, synchronize  # isort: skip
+from harness import DEVICE, DRY, SEED, Bench, synchronize  # isort: skip
 
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
+import hashtap
+from hashtap.directory import CaptureDirectory
+from hashtap.facts import ShardFacts
+from hashtap.session import Batch, Session, Tracked
+from hashtap.verify import verify
 from hashtap_kernels.layout import Geometry
 
 
@@ -30,7 +40,8 @@ class Shape:
 
 
 SHAPE = Shape(layers=4, hidden=64, heads=4, kv_heads=2, inner=96, prompts=2, tokens=5) if DRY else Shape()
-ROUNDS, FORWARDS = (1, 1) if DRY else (12, 6)
+ROUNDS, FORWARDS = (1, 1) if DRY else (8, 4)
+THREADS = 2 if DRY else 6
 
 
 class Model:
@@ -67,42 +78,108 @@ class Model:
         return [*tapped, rms_norm(x, (shape.hidden,))]
 
 
-@torch.inference_mode()
-def main() -> None:
-    bench = Bench("prefill", budget_s=240)
-    model, tokens = Model(SHAPE), SHAPE.prompts * SHAPE.tokens
-    taps = {2, SHAPE.layers // 2, SHAPE.layers - 3} if not DRY else {0, 1, 2}
-    batch = Batch(tokens, SHAPE.prompts, Geometry(4, SHAPE.hidden))
-    way = Staged(batch.geometry, batch.plan.bytes, len(batch.plan))
-    x = torch.randn((tokens, SHAPE.hidden), device=DEVICE, dtype=torch.bfloat16)
+class Server:
+    """The model, and a session beside it that captures what is asked for."""
 
-    def run(capture: bool) -> float:
+    def __init__(self, path: Path) -> None:
+        self.model, self.tokens = Model(SHAPE), SHAPE.prompts * SHAPE.tokens
+        self.taps = (0, 1, 2) if DRY else (2, SHAPE.layers // 2, SHAPE.layers - 3)
+        self.x = torch.randn((self.tokens, SHAPE.hidden), device=DEVICE, dtype=torch.bfloat16)
+        self.positions = torch.arange(SHAPE.tokens).repeat(SHAPE.prompts).to(DEVICE)
+        self.random = np.random.default_rng(0)
+        directory = CaptureDirectory.create(path)
+        facts = ShardFacts(
+            model="8B-shaped, random",
+            epoch="random",
+            boundaries=self.taps,
+            final_norm="post",
+            geometry=Geometry(4, SHAPE.hidden),
+            seed=SEED,
+            directory_uuid=directory.uuid,
+            writer="0" * 32,
+            rank=0,
+            versions={},
+            server_flags={},
+        )
+        ring_gib = 1 / 64 if DRY else 8
+        config = hashtap.CaptureConfig(capture_dir=str(path), capture_ring_gib=ring_gib, capture_threads=THREADS)
+        self.session = Session(config, facts, directory, device=str(DEVICE), max_forward_tokens=self.tokens)
+        self.captured = 0
+
+    def prompts(self) -> np.ndarray:
+        """Token ids of one forward's prompts, int64 ``[prompts, T]``."""
+        return self.random.integers(0, 128_000, (SHAPE.prompts, SHAPE.tokens))
+
+    def capture(self, prompts: np.ndarray, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """One captured forward, with all that it costs the scheduler's thread; its states."""
+        kept: list[Tracked] = [self.session.admit(str(number), ids) for number, ids in enumerate(prompts)]
+        while not self.session.may_admit():
+            time.sleep(1e-3)
+        states = self.model.forward(self.x, set(self.taps))
+        lens, prefixes = [SHAPE.tokens] * SHAPE.prompts, [0] * SHAPE.prompts
+        rids = [tracked.rid for tracked in kept]
+        self.session.capture(Batch(rids, lens, prefixes, input_ids, self.positions, states[:-1], states[-1]))
+        self.captured += sum(tracked.state == "captured" for tracked in kept)
+        return states
+
+    def speed(self, capture: bool) -> float:
+        """Tokens a second of some forwards one behind the other."""
+        while self.session.counters()["queue"]:  # what was captured before does not run into this measurement
+            time.sleep(1e-2)
+        forwards = [
+            (ids, torch.from_numpy(ids.reshape(-1)).to(DEVICE)) for ids in (self.prompts() for _ in range(FORWARDS))
+        ]
         synchronize()
         start = time.perf_counter()
-        for _ in range(FORWARDS):
-            states = model.forward(x, taps)
+        for prompts, input_ids in forwards:
             if capture:
-                way.send(batch, sources=states)
+                self.capture(prompts, input_ids)
+            else:
+                self.model.forward(self.x, set(self.taps))
         synchronize()
-        return FORWARDS * tokens / (time.perf_counter() - start)
+        return FORWARDS * self.tokens / (time.perf_counter() - start)
 
-    run(False), run(True)
+
+@torch.inference_mode()
+def run(bench: Bench, path: Path) -> None:
+    server = Server(path)
+    server.speed(False), server.speed(True)
     ratios = []
     for number in range(ROUNDS):
         first = bool(number % 2)
-        speeds = {capture: run(capture) for capture in (first, not first)}
+        speeds = {capture: server.speed(capture) for capture in (first, not first)}
         ratios.append(speeds[True] / speeds[False])
         bench.row("prefill", round=number, off_tokens_s=speeds[False], on_tokens_s=speeds[True], ratio=ratios[-1])
-        if bench.left_s() < 30:
+        if bench.left_s() < 50:
             break
     bench.bar("prefill throughput with capture", statistics.median(ratios), least=0.99)
 
-    batch.sets = [model.forward(x, taps)]
-    slot = way.send(batch)
-    way.arrived[slot].synchronize()
-    bench.exact(
-        "captured bits equal", way.ring[slot].numpy()[: batch.plan.bytes].tobytes() == batch.expected().tobytes()
-    )
+    prompts = server.prompts()
+    states = torch.stack(server.capture(prompts, torch.from_numpy(prompts.reshape(-1)).to(DEVICE)), dim=1)
+    start = time.perf_counter()
+    server.session.close()
+    counts = server.session.counters()
+    bench.row("writer", drained_s=time.perf_counter() - start, **counts)
+    reader = hashtap.open(path)
+    expected = states.view(SHAPE.prompts, SHAPE.tokens, *states.shape[1:])
+    good = all(same_bits(reader.by_token_ids(ids), rows) for ids, rows in zip(prompts, expected, strict=True))
+    bench.exact("prefill captured bits equal", good)
+    bench.exact("prefill every prompt in a sealed shard", len(reader) == server.captured == counts["captured"])
+    report = verify(path, quick=bench.left_s() < 40)
+    bench.row("verify", quick=report.quick, verified=report.verified, problems=len(report.problems))
+    bench.exact("prefill directory verified", report.ok)
+
+
+def same_bits(capture: hashtap.Capture, rows: torch.Tensor) -> bool:
+    """Whether a capture holds these states, read on the CPU and put together on the device."""
+    on_device = DRY or torch.equal(capture.tensor(str(DEVICE)).view(torch.int16), rows.view(torch.int16))
+    return on_device and torch.equal(capture.tensor().view(torch.int16), rows.cpu().view(torch.int16))
+
+
+def main() -> None:
+    bench = Bench("prefill", budget_s=150)
+    with tempfile.TemporaryDirectory(prefix="prefill-") as folder:
+        run(bench, Path(folder))
     bench.finish()
 
 

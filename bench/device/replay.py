@@ -1,6 +1,6 @@
 """One captured launch, replayed over other frames, rows, requests and token ids: nothing about a batch is in the graph.
 
-PYTHONPATH=kernels python bench/device/replay.py [--dry]   (the dry run launches where the real one replays)
+PYTHONPATH=kernels:capture python bench/device/replay.py [--dry]   (the dry run launches where the real one replays)
 """
 
 from harness import DEVICE, DRY, Bare, Batch, Bench, seconds, synchronize  # isort: skip

@@ -2,10 +2,10 @@
 
 Also: what either does to matrix products beside it, and whether a record is ever seen before it is whole.
 
-PYTHONPATH=kernels python bench/device/transfer.py [--dry]
+PYTHONPATH=kernels:capture python bench/device/transfer.py [--dry]
 """
 
-from harness import DEVICE, DRY, Bare, Batch, Bench, Staged, clock, on, pinned, seconds, stream, synchronize  # isort: skip
+from harness import DEVICE, DRY, Bare, Batch, Bench, Way, clock, on, pinned, seconds, stream, synchronize  # isort: skip
 
 import time
 
@@ -26,20 +26,17 @@ def pinned_copy_rate(size: int) -> float:
 def staged_rate(bench: Bench) -> None:
     """Forwards one behind the other through two slots: the copy engine must never be the one that waits."""
     batch = Batch(TOKENS, REQUESTS, Geometry(4, HIDDEN), sets=2)
-    way = Staged(batch.geometry, batch.plan.bytes, len(batch.plan))
-    slot = way.send(batch)
-    synchronize()
+    way = Way(batch)
+    way.send(batch)[1]()
     before = pinned_copy_rate(batch.plan.bytes)
     start = time.perf_counter()
-    for turn in range(FORWARDS):
-        slot = way.send(batch, turn)
-    way.arrived[slot].synchronize()
+    sent = [way.send(batch, turn) for turn in range(FORWARDS)]
+    sent[-1][1]()
     rate = FORWARDS * batch.plan.bytes / (time.perf_counter() - start) / 1e9
     copy = (before + pinned_copy_rate(batch.plan.bytes)) / 2
     bench.row("staged", T=TOKENS, H=HIDDEN, gb_s=rate, pinned_copy_gb_s=copy)
     bench.bar("transfer of pinned copy", rate / copy, least=0.95)
-    frames = way.ring[slot].numpy()[: batch.plan.bytes]
-    bench.exact("staged bits equal", frames.tobytes() == batch.expected(FORWARDS - 1).tobytes())
+    bench.exact("staged bits equal", sent[-1][0].tobytes() == batch.expected(FORWARDS - 1).tobytes())
 
 
 def direct_rates(bench: Bench) -> None:
@@ -90,16 +87,14 @@ def torn_reads(bench: Bench) -> None:
     """Small forwards whose slots are filled again and again; each is checked as soon as its event says it is there."""
     trials = 3 if DRY else 300
     batches = [Batch(9 if DRY else 64, 2, Geometry(4, HIDDEN), seed=seed) for seed in range(4)]
-    way = Staged(batches[0].geometry, batches[0].plan.bytes, len(batches[0].plan))
+    way = Way(batches[0])
     torn = early = 0
     for trial in range(trials):
         batch = batches[trial % len(batches)]
-        slot = way.send(batch)
-        frames = way.ring[slot].numpy()[: batch.plan.bytes]
-        if not way.arrived[slot].query():
-            # Looked at too soon on purpose: it shows that the check would notice.
-            early += not batch.whole(frames) or frames[40:56].tobytes() != batch.pieces[0].key
-        way.arrived[slot].synchronize()
+        frames, wait = way.send(batch)
+        # Looked at too soon on purpose: it shows that the check would notice.
+        early += not batch.whole(frames) or frames[40:56].tobytes() != batch.pieces[0].key
+        wait()
         torn += not batch.whole(frames) or frames[40:56].tobytes() != batch.pieces[0].key
     bench.row("torn reads", trials=trials, torn_after_event=torn, wrong_before_event=early)
     bench.exact("no torn record after its event", torn == 0)
@@ -110,7 +105,7 @@ def main() -> None:
     staged_rate(bench)
     direct_rates(bench)
     torn_reads(bench)
-    if bench.left_s() > 60:
+    if bench.left_s() > 15:
         interference(bench)
     bench.finish()
 
