@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "logs", "config", "identity", "spans", "ring"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
-    | {"catalog", "capture", "reader", "samples", "manifest", "quarantine", "progress", "show"},
+    | {"salvage", "recover", "catalog", "capture", "reader", "samples", "manifest", "quarantine", "progress", "show"},
     {"transport", "staging", "session", "client", "sealed", "tally", "extract"},
     {"epoch", "layers", "modes", "targets", "rank", "handshake", "requests", "routes", "sglang_seam"},
     {"plugin", "cli"},

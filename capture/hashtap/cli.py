@@ -1,4 +1,4 @@
-"""The command line: ``hashtap extract``, ``verify``, ``show``.
+"""The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``.
 
 Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
 missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
@@ -15,11 +15,13 @@ from typing import Annotated
 import typer
 
 from hashtap import __version__
+from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, UsageError
 from hashtap.extract import Extraction, ExtractOptions
 from hashtap.progress import bar_or_lines
 from hashtap.quarantine import QUARANTINE_NAME
 from hashtap.reader import Reader
+from hashtap.recover import describe, recover
 from hashtap.samples import load_samples
 from hashtap.show import describe_capture, describe_directory, fact_lines, find_capture
 from hashtap.tally import Summary
@@ -165,6 +167,27 @@ def _show(
     facts = describe_directory(reader) if which is None else describe_capture(find_capture(reader, which))
     for line in [json.dumps(facts)] if as_json else fact_lines(facts):
         print(line)
+
+
+@app.command("recover")
+def _recover(
+    directory: Directory,
+    other_hosts: Annotated[
+        bool,
+        typer.Option("--other-hosts", help="Also files of servers on other hosts, which must be known to be dead."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Seal what servers that died had written; a server does so at its start for those of its own host."""
+    found = recover(CaptureDirectory.open(directory), other_hosts=other_hosts)
+    if as_json:
+        print(json.dumps([asdict(recovery) for recovery in found]))
+    else:
+        for recovery in found:
+            print(f"{recovery.partial}: {describe(recovery)}")
+        recovered = sum(recovery.records for recovery in found)
+        print(f"{len(found)} unfinished files, {recovered} records recovered")
+    raise typer.Exit(any(recovery.state == "failed" for recovery in found))
 
 
 def _boundaries(text: str | None) -> tuple[int, ...] | None:

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from hashtap.errors import FormatError, UsageError
 
-__all__ = ["FORMAT_VERSION", "IDENTITY_FILE", "PARTIAL_SUFFIX", "CaptureDirectory", "shard_name"]
+__all__ = [
+    "FORMAT_VERSION",
+    "IDENTITY_FILE",
+    "PARTIAL_SUFFIX",
+    "CaptureDirectory",
+    "host_name",
+    "shard_name",
+    "sync_directory",
+]
 
 FORMAT_VERSION = 1
 IDENTITY_FILE = "hashtap.json"
@@ -23,13 +31,17 @@ _IDENTITY_LIMIT_BYTES = 65536
 _SHARD_NAME = re.compile(r"[^.].*\.safetensors", re.DOTALL)
 
 
+def host_name() -> str:
+    """This host, as it stands in the names of its shards."""
+    return re.sub(r"[^A-Za-z0-9._]", "_", socket.gethostname()) or "host"
+
+
 def shard_name(rank: int, writer: str, number: int) -> str:
     """The name of a writer's shard: host, process, rank, run and number, so that two writers never share one.
 
     Nobody looks a shard up by its name: it may be renamed to anything that ends in ``.safetensors``.
     """
-    host = re.sub(r"[^A-Za-z0-9._]", "_", socket.gethostname()) or "host"
-    return f"hashtap-{host}-{os.getpid()}-r{rank}-{writer[:8]}-{number:06d}.safetensors"
+    return f"hashtap-{host_name()}-{os.getpid()}-r{rank}-{writer[:8]}-{number:06d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,15 @@ class CaptureDirectory:
             return os.listdir(self.path)
         except OSError as error:
             raise UsageError(f"cannot list the capture directory {self.path}: {error.strerror}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make what was renamed in a directory last. OSError when it cannot be synced."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_identity(path: Path) -> None:

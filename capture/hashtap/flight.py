@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hashtap.header import Header, salt_sum
+from hashtap.shard import record_row
 from hashtap_kernels.proof import add_proofs
 
 __all__ = ["Flight", "Record"]
@@ -21,6 +22,9 @@ class Record:
         key: the prompt's key, 16 bytes.
         token_ids: the request's own prompt, int64 ``[T]``.
         salt: what went into the key besides.
+        stored_bytes: of its frames that were written.
+        proof: of these.
+        failed: whether no record will come of it.
         captured: whether all its rows were taken, so that it no longer ends with its request.
     """
 
@@ -32,7 +36,7 @@ class Record:
     _first_positions: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # to tokens, of each frame
     _rows: int = field(init=False, repr=False, default=0)
     stored_bytes: int = field(init=False, repr=False, default=0)
-    _proof: tuple[int, int] = field(init=False, repr=False, default=(0, 0))
+    proof: tuple[int, int] = field(init=False, repr=False, default=(0, 0))
     failed: bool = field(init=False, repr=False, default=False)
 
     def take(self, header: Header) -> None:
@@ -40,7 +44,7 @@ class Record:
         self._first_positions[header.first_position] = header.tokens
         self._rows += header.tokens
         self.stored_bytes += header.stored_bytes
-        self._proof = add_proofs(self._proof, header.proof)
+        self.proof = add_proofs(self.proof, header.proof)
 
     def all_rows(self) -> bool:
         """Whether as many rows came as the prompt has tokens."""
@@ -57,8 +61,7 @@ class Record:
 
     def row(self) -> tuple[int, ...]:
         """Its row in the shard's ``records``."""
-        key0, key1 = np.frombuffer(self.key, "<u8").tolist()
-        return (key0, key1, self.serial, len(self.token_ids), *self._proof, 0, 0, 0, salt_sum(self.salt), 0, 0)
+        return record_row(self.key, self.serial, len(self.token_ids), self.proof, salt_sum(self.salt))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
 from hashtap.facts import DTYPE_NAME, ShardFacts
 from hashtap.handshake import RankReport
 from hashtap.logs import log
+from hashtap.recover import recover
 from hashtap.requests import refusal, wants_capture
 from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
@@ -155,6 +156,7 @@ class Rank:
         facts = replace(facts, epoch=epoch, versions=versions)
         check_same_kind(facts, self._others)
         directory = CaptureDirectory.open(self.config.capture_dir)
+        recover(directory, like=facts)
         self.session = Session(self.config, facts, directory, device=device, max_forward_tokens=max_forward_tokens)
         self._device = device
         self._info["sglang"] = versions["sglang"]

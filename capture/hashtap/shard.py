@@ -27,6 +27,7 @@ from hashtap.codec import Codec
 from hashtap.errors import FormatError, UsageError
 from hashtap.facts import ShardFacts
 from hashtap.frame import stored_bytes_limit
+from hashtap.header import Header
 from hashtap_kernels.layout import FRAME_ALIGN, HEADER_BYTES, MAX_FRAME_TOKENS, Payload
 
 __all__ = [
@@ -38,9 +39,14 @@ __all__ = [
     "Shard",
     "ShardFacts",
     "encode_header",
+    "index_row",
     "read_shard",
+    "record_row",
     "reserved_bytes",
+    "sealed_header",
     "trailer_words",
+    "unsealed_facts",
+    "unsealed_header",
 ]
 
 U64Array = npt.NDArray[np.uint64]
@@ -109,6 +115,50 @@ def reserved_bytes(facts: ShardFacts) -> int:
     if longest > HEADER_LIMIT_BYTES:
         raise UsageError(f"a shard's facts take {longest} bytes, over {HEADER_LIMIT_BYTES}: shorten the server flags")
     return -(-longest // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
+
+
+def unsealed_header(facts: ShardFacts) -> bytes:
+    """What stands in a ``.partial`` before its frames: a length of 0, the facts, and spaces up to the reserved size."""
+    return bytes(8) + encode_header(facts, 0, 0, 0).ljust(reserved_bytes(facts) - 8)
+
+
+def sealed_header(facts: ShardFacts, frames_bytes: int, frames: int, records: int) -> bytes:
+    """What takes its place at the end, of the same size."""
+    padded_bytes = reserved_bytes(facts) - 8
+    return padded_bytes.to_bytes(8, "little") + encode_header(facts, frames_bytes, frames, records).ljust(padded_bytes)
+
+
+def unsealed_facts(data: npt.NDArray[np.uint8]) -> tuple[ShardFacts, int]:
+    """The facts at the beginning of a ``.partial``, and where its frames begin.
+
+    Raises:
+        FormatError: when they are not there.
+    """
+    text = data[8:HEADER_LIMIT_BYTES].tobytes()
+    try:
+        header, end = json.JSONDecoder().raw_decode(text.decode("latin-1"))
+        metadata = dict(header["__metadata__"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"it does not begin with a shard's facts ({type(error).__name__})") from None
+    facts = ShardFacts.from_metadata(metadata)
+    frames_at = (8 + len(text) - len(text[end:].lstrip(b" "))) // _HEADER_STEP_BYTES * _HEADER_STEP_BYTES
+    if frames_at < 8 + end:
+        raise FormatError("its facts run into its frames")
+    return facts, frames_at
+
+
+def index_row(header: Header, offset: int) -> tuple[int, ...]:
+    """The row in ``index`` of a stored frame at ``offset`` in ``frames``."""
+    positions = header.first_position | header.tokens << 32
+    kind = header.payload | header.codec << 8
+    about = (header.serial, positions, header.table, kind, header.forward)
+    return (offset, header.stored_bytes, header.stored_sum, *about)
+
+
+def record_row(key: bytes, serial: int, tokens: int, proof: tuple[int, int], salt_sum: int) -> tuple[int, ...]:
+    """The row in ``records`` of a record that shares no rows."""
+    key0, key1 = np.frombuffer(key, "<u8").tolist()
+    return (key0, key1, serial, tokens, *proof, 0, 0, 0, salt_sum, 0, 0)
 
 
 def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:

@@ -6,7 +6,6 @@ Not thread safe: the writer holds its lock around every call but :meth:`ShardFil
 """
 
 import errno
-import os
 import time
 from array import array
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hashtap.block_file import BlockFile
-from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
+from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name, sync_directory
 from hashtap.facts import ShardFacts
 from hashtap.frame import Pieces
 from hashtap.header import Header
@@ -23,9 +22,10 @@ from hashtap.shard import (
     INDEX_COLUMNS,
     RECORD_COLUMNS,
     TRAILER_BYTES,
-    encode_header,
-    reserved_bytes,
+    index_row,
+    sealed_header,
     trailer_words,
+    unsealed_header,
 )
 
 __all__ = ["ShardFile"]
@@ -63,12 +63,12 @@ class ShardFile:
         self.serials: set[int] = set()
         self.opened_at = self.appended_at = time.monotonic()
         self._index = array("Q")
-        self._reserved_bytes = reserved_bytes(facts)
         self._partial = Path(f"{self.path}{PARTIAL_SUFFIX}")
         if self.path.exists():
             raise FileExistsError(errno.EEXIST, "a shard of that name is sealed already", str(self.path))
-        unfinished = bytes(8) + encode_header(facts, 0, 0, 0).ljust(self._reserved_bytes - 8)
-        self._file = BlockFile(self._partial, unfinished)
+        head = unsealed_header(facts)
+        self._reserved_bytes = len(head)
+        self._file = BlockFile(self._partial, head)
 
     @property
     def raw_bytes(self) -> int:
@@ -87,10 +87,7 @@ class ShardFile:
             OSError: when it, or a frame before it, could not be written.
         """
         self._file.append(pieces)
-        positions = header.first_position | header.tokens << 32
-        kind = header.payload | header.codec << 8
-        self._index.extend((self.frames_bytes, header.stored_bytes, header.stored_sum, header.serial))
-        self._index.extend((positions, header.table, kind, header.forward))
+        self._index.extend(index_row(header, self.frames_bytes))
         self.frames += 1
         self.frames_bytes += header.stored_bytes
         self.rows += header.tokens
@@ -123,13 +120,11 @@ class ShardFile:
         """
         index = np.array(self._index, "<u8").tobytes()
         rows = np.array(records, "<u8").reshape(-1, len(RECORD_COLUMNS)).tobytes()
-        text = encode_header(self.facts, self.frames_bytes, self.frames, len(records))
-        padded_bytes = self._reserved_bytes - 8
-        header = padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
+        header = sealed_header(self.facts, self.frames_bytes, self.frames, len(records))
         file_bytes = self._file.finish(index + rows + trailer_words(header, index, rows), header)
         self._partial.rename(self.path)
         try:
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
         except OSError:
             self.path.rename(self._partial)
             raise
@@ -156,11 +151,3 @@ class ShardFile:
     def discard(self) -> None:
         """Close and remove the partial file; a failure to remove it is left at that."""
         self._file.discard()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

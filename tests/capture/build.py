@@ -29,6 +29,8 @@ from hashtap_kernels.plan import Piece, plan_frames
 from hashtap_kernels.proof import table_id
 from hashtap_kernels.reference import gather_reference
 
+torch.set_num_threads(1)  # tests fork, and OpenMP's threads do not come along
+
 GEOMETRY = Geometry(4, 72)
 SEED = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 WRITER = "0123456789abcdef0123456789abcdef"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.capture.peer import Answer, Peer
 from tests.capture.test_extract import ROOT, free_port, prompts, write
+from tests.capture.test_recover import die
 
 from hashtap.__main__ import main
 from hashtap.directory import CaptureDirectory
@@ -278,3 +279,16 @@ def test_without_its_libraries_the_command_line_says_what_to_install() -> None:
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 2
     assert only_line(answer.stderr) == "hashtap: the command line needs typer: pip install 'hashtap[cli]'"
+
+
+def test_recover(tmp_path: Path, hashtap: Hashtap) -> None:
+    partial = die(tmp_path, [[1, 2, 3], [4, 5]])
+    code, out, err = hashtap("recover", tmp_path)
+    assert (code, err) == (0, "")
+    assert f"{partial.name}: its writer died; 2 records, 5 rows of it are sealed now" in out
+    assert "1 unfinished files, 2 records recovered" in out
+    assert hashtap("recover", tmp_path, "--json") == (0, "[]\n", "")
+    assert hashtap("verify", tmp_path)[0] == 0
+    code, _, err = hashtap("recover", tmp_path / "missing")
+    assert code == 2
+    assert "is not a directory" in only_line(err)

@@ -1,6 +1,7 @@
 """A writer that dies between any two of its steps leaves nothing that a reader could take for data."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -9,9 +10,14 @@ from typing import Any
 
 import pytest
 from tests.capture.build import Host, states_of
+from tests.capture.test_session import Host as SessionHost
 
+from hashtap.directory import CaptureDirectory
+from hashtap.identity import prompt_key
 from hashtap.reader import Reader
-from hashtap.verify import verify
+from hashtap.recover import recover
+from hashtap.verify import Problem, verify
+from hashtap_kernels.layout import Dtype
 
 PROMPTS = [[n] * 40 for n in range(4)]
 STEPS = ("os.open", "os.pwrite", "os.fsync", "pathlib.Path.rename", "os.close")
@@ -21,7 +27,7 @@ def write(path: Path, step: Callable[[str], None]) -> None:
     """Write two shards of two prompts each, and tell ``step`` of each step before it is taken."""
     with pytest.MonkeyPatch.context() as patch, Host(path, threads=1, codec="none") as host:
         for name in STEPS:
-            patch.setattr(name, _announced(name, step))
+            patch.setattr(name, announced(name, step))
         for ids in PROMPTS:
             host.capture([ids])
             host.settle()
@@ -29,7 +35,7 @@ def write(path: Path, step: Callable[[str], None]) -> None:
                 host.writer.drain()
 
 
-def _announced(name: str, step: Callable[[str], None]) -> Callable[..., Any]:
+def announced(name: str, step: Callable[[str], None]) -> Callable[..., Any]:
     module, attribute = name.rsplit(".", 1)
     real = getattr({"os": os, "pathlib.Path": Path}[module], attribute)
 
@@ -40,8 +46,8 @@ def _announced(name: str, step: Callable[[str], None]) -> Callable[..., Any]:
     return announced
 
 
-def die_at(path: Path, number: int) -> None:
-    """Write in a child that is killed before its step ``number``."""
+def die_at(path: Path, number: int) -> bool:
+    """Write in a child that is killed before its step ``number``; False when there are fewer."""
     child = os.fork()
     if child == 0:
         left = [number]
@@ -53,7 +59,7 @@ def die_at(path: Path, number: int) -> None:
 
         write(path, step)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def assert_only_whole_records(path: Path) -> int:
@@ -72,7 +78,7 @@ def test_death_at_every_step(tmp_path: Path) -> None:
     seen = []
     for number in range(len(steps)):
         path = tmp_path / str(number)
-        die_at(path, number)
+        assert die_at(path, number)
         seen.append(assert_only_whole_records(path))
         with Host(path) as host:
             host.capture([ids for ids in PROMPTS if host.record(ids).key not in Reader(path)])
@@ -83,18 +89,43 @@ def test_death_at_every_step(tmp_path: Path) -> None:
     assert set(seen) == {0, 2, 4}
 
 
-def test_death_at_any_time(tmp_path: Path) -> None:
-    for number in range(12):
-        path = tmp_path / str(number)
-        child = os.fork()
-        if child == 0:
-            with Host(path, threads=1, shard_bytes=30_000) as host:
-                for start in range(10_000):
-                    host.capture([[start, n] * 20 for n in range(3)])
-            os._exit(0)
-        time.sleep(0.01 + 0.02 * number)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        if (path / "hashtap.json").exists():
-            assert_only_whole_records(path)
-            assert verify(path).partials <= 1
+ANY_TIME = range(100)
+QUICK = 12
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow if n >= QUICK else ()) for n in ANY_TIME])
+def test_a_session_that_dies_at_any_time(tmp_path: Path, number: int) -> None:
+    """It is restarted and sent again what is missing: then each prompt is there exactly once, and right."""
+    prompts = [[number, n] * (1 + n % 150) for n in range(120)]
+    path = tmp_path / "captures"
+    child = os.fork()
+    if child == 0:
+        serve(path, prompts)
+        os._exit(0)
+    time.sleep(random.Random(number).uniform(0.0, 0.3))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    directory = CaptureDirectory.create(path)
+    assert verify(path).problems in ([], [Problem("missing", f"there is no sealed shard in {path}")])
+    recover(directory)
+    there = Reader(path).keys()
+    serve(path, [ids for ids in prompts if prompt_key(ids) not in there])
+    report = verify(path, [(str(n), ids, b"") for n, ids in enumerate(prompts)])
+    assert (report.ok, report.verified, report.duplicates, report.partials) == (True, len(prompts), 0, 0)
+    for capture in Reader(path):
+        ids = capture.token_ids.tolist()
+        assert (capture.hidden_states == SessionHost.states(ids, dtype=Dtype.FP32).numpy()).all()
+
+
+def serve(path: Path, prompts: list[list[int]]) -> None:
+    """Capture prompts through a whole session, three at a time, each in two chunks."""
+    host = SessionHost(path, dtype=Dtype.FP32, capture_shard_gib=1 / 1024, capture_ring_gib=0.05)
+    for start in range(0, len(prompts), 3):
+        batch = {str(start + n): ids for n, ids in enumerate(prompts[start : start + 3])}
+        kept = [host.admit(rid, ids) for rid, ids in batch.items()]
+        while not host.session.may_admit():
+            time.sleep(0.001)
+        host.forward(*((rid, ids[: len(ids) // 2], 0) for rid, ids in batch.items()))
+        host.forward(*((rid, ids[len(ids) // 2 :], len(ids) // 2) for rid, ids in batch.items()))
+        del kept
+    host.close()

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ class Host:
             geometry=Geometry(LAYERS, HIDDEN, dtype),
             seed=(11, 22),
             directory_uuid=self.directory.uuid,
-            writer="0" * 32,
+            writer=uuid4().hex,
             rank=0,
             versions={},
             server_flags={},

@@ -562,7 +562,7 @@ def test_the_directory_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.Monk
     with Host(tmp_path) as host:
         host.capture([[1, 2, 3]])
         with monkeypatch.context() as patch:
-            patch.setattr("hashtap.shard_file._sync_directory", fail)
+            patch.setattr("hashtap.shard_file.sync_directory", fail)
             host.writer.drain()
         assert host.directory.shards() == host.directory.partials() == []
         host.capture([[1, 2, 3]])

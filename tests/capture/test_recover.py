@@ -1,0 +1,290 @@
+"""What a killed writer leaves behind is found again: whole frames and prompts, and nothing else."""
+
+import fcntl
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.capture.build import Host, states_of
+from tests.capture.test_crash import PROMPTS, announced, die_at
+
+from hashtap.directory import CaptureDirectory
+from hashtap.reader import Reader
+from hashtap.recover import Recovery, recover
+from hashtap.shard import unsealed_facts
+from hashtap.verify import verify
+
+TABLE = np.full((4, 72), 120, np.uint8)
+
+
+def die(path: Path, prompts: list[list[int]], *, half: list[int] | None = None, **options: object) -> Path:
+    """A writer that is killed once everything is written, nothing sealed; returns its partial file."""
+    child = os.fork()
+    if child == 0:
+        host = Host(path, threads=1, **options)  # type: ignore[arg-type]
+        host.capture(prompts, chunk=100)
+        if half is not None:
+            host.forward([(host.record(half), states_of(half), 0, len(half) // 2)])
+        host.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (partial,) = CaptureDirectory.open(path).partials()
+    return partial
+
+
+def assert_captured(path: Path, prompts: list[list[int]]) -> None:
+    reader = Reader(path)
+    assert sorted(capture.token_ids.tolist() for capture in reader) == sorted(prompts)
+    for capture in reader:
+        assert (capture.hidden_states == states_of(capture.token_ids.tolist())).all()
+    assert verify(path).ok
+    assert reader.duplicates == []
+
+
+def recovered(path: Path) -> Recovery:
+    (recovery,) = recover(CaptureDirectory.open(path))
+    return recovery
+
+
+@pytest.mark.parametrize("codec", ["zstd", "none"])
+@pytest.mark.parametrize("table", [None, TABLE], ids=["raw", "planes"])
+def test_all_that_was_whole(tmp_path: Path, codec: str, table: object, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [[n] * (1 + 130 * n) for n in range(4)]
+    partial = die(tmp_path, prompts, half=[9] * 50, codec=codec, table=table)
+    assert len(Reader(tmp_path)) == 0
+    recovery = recovered(tmp_path)
+    assert (recovery.state, recovery.records, recovery.torn_bytes) == ("recovered", 4, 0)
+    assert recovery.rows == sum(map(len, prompts)) + 25
+    assert_captured(tmp_path, prompts)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["hashtap.json", recovery.shard])
+    assert recovery.shard == partial.name.removesuffix(".partial")
+    assert "its writer died; 4 records" in caplog.text
+    assert recover(CaptureDirectory.open(tmp_path)) == []
+
+
+@pytest.mark.parametrize("cut", [1, 8, 64, 700, 20_000])
+def test_a_torn_end(tmp_path: Path, cut: int) -> None:
+    """Bytes of the last frame are missing: its prompt is lost, and what is left of it set aside."""
+    partial = die(tmp_path, PROMPTS, codec="none")
+    data = partial.read_bytes()
+    torn = data[data.rfind(b"HASHTAP1") : -cut]
+    os.truncate(partial, partial.stat().st_size - cut)
+    recovery = recovered(tmp_path)
+    assert recovery.records == 3
+    assert_captured(tmp_path, PROMPTS[:3])
+    assert (tmp_path / f"{recovery.shard}.torn").read_bytes() == torn
+    assert recovery.torn_bytes == len(torn)
+
+
+def test_a_hole_in_the_middle(tmp_path: Path) -> None:
+    """A block that never reached the disk takes its frame along, and no other."""
+    partial = die(tmp_path, PROMPTS, codec="none")
+    data = bytearray(partial.read_bytes())
+    second = data.find(b"HASHTAP1", data.find(b"HASHTAP1") + 1)
+    data[second + 4096 : second + 8192] = bytes(4096)
+    partial.write_bytes(data)
+    recovery = recovered(tmp_path)
+    assert (recovery.records, recovery.torn_bytes > 0) == (3, True)
+    assert len(Reader(tmp_path)) == 3
+    assert verify(tmp_path).ok
+
+
+def test_every_cut(tmp_path: Path) -> None:
+    """However short the file: no error, and exactly the prompts whose bytes are all there."""
+    source = die(tmp_path / "source", [[1, 2], [3]], codec="none")
+    data, name = source.read_bytes(), source.name
+    starts = [at for at in range(0, len(data), 64) if data[at : at + 8] == b"HASHTAP1"]
+    assert len(starts) == 2
+    for number, size in enumerate([0, 1, 8, 9, 100, *range(4000, len(data) + 1, 61), len(data)]):
+        path = tmp_path / str(number)
+        path.mkdir()
+        (path / "hashtap.json").write_bytes((source.parent / "hashtap.json").read_bytes())
+        (path / name).write_bytes(data[:size])
+        if size == 0:
+            os.utime(path / name, (0, 0))
+        recovery = recovered(path)
+        whole = sum(end <= size for end in (starts[1], len(data)))
+        assert recovery.state == ("recovered" if whole else "set aside")
+        assert recovery.records == whole
+        if whole:
+            assert_captured(path, [[1, 2], [3]][:whole])
+
+
+def test_a_live_writer_is_left_alone(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+        host.capture(PROMPTS)
+        host.settle()
+        (partial,) = host.directory.partials()
+        before = partial.read_bytes()
+        recovery = recovered(tmp_path)
+        assert (recovery.state, recovery.detail) == ("live", "its writer holds the lock on it")
+        assert partial.read_bytes() == before
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_where_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process id decides, then: a live writer keeps its file, a dead one's is recovered."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    die(tmp_path, PROMPTS[:2])
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Host(tmp_path) as host:
+        host.capture(PROMPTS[2:])
+        host.settle()
+        states = {recovery.state: recovery for recovery in recover(host.directory)}
+        assert set(states) == {"recovered", "live"}
+        assert f"there is a process {os.getpid()}" in states["live"].detail
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_another_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    die(tmp_path, PROMPTS)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert recovered(tmp_path).state == "live"
+    assert len(Reader(tmp_path)) == 0
+    (recovery,) = recover(CaptureDirectory.open(tmp_path), other_hosts=True)
+    assert recovery.records == 4
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_of_other_weights(tmp_path: Path) -> None:
+    """A server recovers what goes with its own captures."""
+    partial = die(tmp_path, PROMPTS)
+    mine = unsealed_facts(np.fromfile(partial, np.uint8))[0]
+    for other in ({"epoch": "weights-2"}, {"boundaries": (1, 3, 4)}, {"final_norm": "pre"}):
+        assert recover(CaptureDirectory.open(tmp_path), like=replace(mine, **other)) == []
+    assert partial.exists()
+    assert len(recover(CaptureDirectory.open(tmp_path), like=replace(mine, seed=(0, 0), rank=3))) == 1
+
+
+def test_an_empty_file_may_be_new(tmp_path: Path) -> None:
+    partial = die(tmp_path, PROMPTS)
+    partial.write_bytes(b"")
+    assert recovered(tmp_path).state == "live"
+    os.utime(partial, (0, 0))
+    assert recovered(tmp_path).state == "set aside"
+
+
+def test_what_others_have_sealed_is_not_listed_again(tmp_path: Path) -> None:
+    die(tmp_path, PROMPTS)
+    with Host(tmp_path) as host:
+        host.capture(PROMPTS[:2])
+    assert recovered(tmp_path).records == 2
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_a_prompt_that_began_in_a_sealed_shard(tmp_path: Path) -> None:
+    ids = list(range(300))
+    child = os.fork()
+    if child == 0:
+        host = Host(tmp_path)
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 120)])
+        host.writer.drain()
+        host.forward([(record, states, 120, 180)])
+        host.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert recovered(tmp_path).records == 1
+    assert_captured(tmp_path, [ids])
+
+
+def test_frames_that_lie(tmp_path: Path) -> None:
+    """A whole frame whose proof is not that of its token ids makes no record."""
+    die(tmp_path, [[1, 2, 3]], changes={"seed": (7, 8)})
+    (partial,) = CaptureDirectory.open(tmp_path).partials()
+    data = partial.read_bytes()
+    assert b"0000000000000007" in data
+    partial.write_bytes(data.replace(b"0000000000000007", b"0000000000000009"))
+    assert recovered(tmp_path).state == "set aside"
+    assert len(Reader(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b'{"__metadata__": 7}', b"[" * 60_000, b'{"__metadata__": {}}'])
+def test_a_file_without_facts(tmp_path: Path, text: bytes) -> None:
+    partial = die(tmp_path, PROMPTS)
+    partial.write_bytes(bytes(8) + text)
+    assert recovered(tmp_path).state == "set aside"
+    assert len(Reader(tmp_path)) == 0
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost: the file stays as it is until there is room."""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    partial = die(tmp_path, PROMPTS)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        recovery = recovered(tmp_path)
+    assert recovery.state == "failed"
+    assert "No space left" in recovery.detail
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["hashtap.json", partial.name])
+    assert recovered(tmp_path).records == 4
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_death_at_every_step_of_the_writer(tmp_path: Path) -> None:
+    """After each, recovery finds every prompt that had been written, once."""
+    seen = []
+    for number in range(100):
+        path = tmp_path / str(number)
+        if not die_at(path, number):
+            break
+        if not (path / "hashtap.json").exists():
+            continue
+        for recovery in recover(CaptureDirectory.open(path)):
+            assert recovery.state in ("recovered", "set aside", "live")
+        seen.append(len(Reader(path)))
+        with Host(path) as host:
+            host.capture([ids for ids in PROMPTS if host.record(ids).key not in Reader(path)])
+        assert_captured(path, PROMPTS)
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2, 3, 4}
+
+
+def test_death_at_every_step_of_a_recovery(tmp_path: Path) -> None:
+    steps = ("os.open", "os.fsync", "pathlib.Path.rename", "pathlib.Path.open", "pathlib.Path.unlink", "os.close")
+    for number in range(100):
+        path = tmp_path / str(number)
+        partial = die(path, PROMPTS, codec="none")
+        os.truncate(partial, partial.stat().st_size - 64)
+        child = os.fork()
+        if child == 0:
+            left = [number]
+
+            def step(_: str, left: list[int] = left) -> None:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+
+            with pytest.MonkeyPatch.context() as patch:
+                for name in steps:
+                    patch.setattr(name, announced(name, step))
+                recover(CaptureDirectory.open(path))
+            os._exit(0)
+        died = os.waitpid(child, 0)[1] == signal.SIGKILL
+        recover(CaptureDirectory.open(path))
+        assert_captured(path, PROMPTS[:3])
+        assert CaptureDirectory.open(path).partials() == []
+        assert len(list(path.glob("*.torn"))) == 1
+        if not died:
+            assert number > 8
+            return
+
+
+def test_what_it_reads_of_facts(tmp_path: Path) -> None:
+    """The facts in front of an unfinished file are those of the sealed one."""
+    die(tmp_path / "a", PROMPTS, changes={"writer": "c" * 32, "server_flags": {"model": "Größe"}})
+    recover(CaptureDirectory.open(tmp_path / "a"))
+    facts = Reader(tmp_path / "a").facts
+    assert (facts.writer, facts.server_flags) == ("c" * 32, {"model": "Größe"})
+    header = next((tmp_path / "a").glob("*.safetensors")).read_bytes()
+    assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]["hashtap.rank"] == "0"
