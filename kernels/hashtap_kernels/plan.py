@@ -132,16 +132,22 @@ def plan_frames(pieces: Sequence[Piece], geometry: Geometry) -> FramePlan:
     whole[:, POSITIONS] = firsts | totals << 32
     whole[:, SERIAL] = np.array(serials, np.uint64).view(np.int64)
     whole[:, KEY0:] = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)
-    counts = -(-tokens // MAX_FRAME_TOKENS)
+    descriptors = whole if tokens.max() <= MAX_FRAME_TOKENS else _cut(whole)
+    places, captured_rows, size = _places(descriptors[:, TOKENS], geometry)
+    descriptors[:, ROWS_BEFORE : OFFSET + 1] = places
+    return FramePlan(descriptors, captured_rows, size)
+
+
+def _cut(whole: I64Array) -> I64Array:
+    """Descriptors of frames of any length, cut into those of frames of at most ``MAX_FRAME_TOKENS``."""
+    counts = -(-whole[:, TOKENS] // MAX_FRAME_TOKENS)
     descriptors = np.repeat(whole, counts, axis=0)
     # How many tokens of its piece lie before each frame.
     before = (np.arange(len(descriptors)) - np.repeat(np.cumsum(counts) - counts, counts)) * MAX_FRAME_TOKENS
     descriptors[:, ROW] += before
     descriptors[:, TOKENS] = np.minimum(descriptors[:, TOKENS] - before, MAX_FRAME_TOKENS)
     descriptors[:, POSITIONS] += before
-    places, captured_rows, size = _places(descriptors[:, TOKENS], geometry)
-    descriptors[:, ROWS_BEFORE : OFFSET + 1] = places
-    return FramePlan(descriptors, captured_rows, size)
+    return descriptors
 
 
 def _places(tokens: I64Array, geometry: Geometry) -> tuple[I64Array, int, int]:
