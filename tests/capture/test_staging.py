@@ -5,9 +5,11 @@ somebody waits, in an order drawn at random among what the recorded events allow
 """
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.capture.test_session import HIDDEN, LAYERS, Host, assert_captured, prompt
 
 from hashtap.staging import Slot, StagedTransport
 from hashtap.transport import HostTransport, Transport
@@ -63,8 +66,8 @@ class Stream:
 class RecordingDevice:
     """Stands in for ``torch.cuda`` and for the kernel's launcher."""
 
-    def __init__(self, choice: random.Random) -> None:
-        self.choice = choice
+    def __init__(self, choice: random.Random, geometry: Geometry = GEOMETRY) -> None:
+        self.choice, self.geometry = choice, geometry
         self.streams: list[Stream] = []
         self.log: list[str] = []
         self.allocated = 0
@@ -106,7 +109,7 @@ class RecordingDevice:
         def run() -> None:
             out[:] = 0xEE  # whoever reads the slot too late sees this
             gather_reference(
-                sources, ids, positions, plan, out, geometry=GEOMETRY, seed=seed, table=table, forward=forward
+                sources, ids, positions, plan, out, geometry=self.geometry, seed=seed, table=table, forward=forward
             )
 
         self.current.put(run)
@@ -120,10 +123,12 @@ class RecordingDevice:
         self.current.put(lambda: target[half:].copy_(source[half:]))
 
 
-def transport(device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 18) -> StagedTransport:
+def transport(
+    device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 18, seed: tuple[int, int] = SEED
+) -> StagedTransport:
     slots = [Slot(torch.zeros(stage_bytes, dtype=torch.uint8), Event(device), Event(device)) for _ in range(2)]
     ring = torch.full((ring_bytes,), 0xA5, dtype=torch.uint8)
-    return StagedTransport(device, slots, ring, SEED, device, device.copy)
+    return StagedTransport(device, slots, ring, seed, device, device.copy)
 
 
 def forward_of(number: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, FramePlan]:
@@ -217,6 +222,37 @@ def test_a_frame_larger_than_a_slot_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit a limit of"):
         staged.send(sources, ids, positions, plan, 0, table=None, forward=0)
     assert device.log == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_session_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Quick forwards, a copy that is late, a writer that is slow and a ring of a few forwards: all of it is right."""
+    device = RecordingDevice(random.Random(seed), Geometry(LAYERS, HIDDEN))
+    monkeypatch.setattr(
+        "hashtap.session.open_transport",
+        lambda _device, geometry, config, _tokens, seed: transport(
+            device, 2 * geometry.frame_bytes(256), config.ring_bytes, seed
+        ),
+    )
+    host = Host(tmp_path, forward_tokens=1500, capture_ring_gib=0.0015, capture_threads=1)
+    prompts = [prompt(number, device.choice.randint(1, 1500)) for number in range(20)]
+    kept = []
+    held_back = 0
+    for number, ids in enumerate(prompts):
+        while not host.session.may_admit():
+            held_back += 1
+            time.sleep(1e-3)
+        kept.append(host.admit(str(number), ids))
+        host.forward((str(number), ids, 0))
+    reader = host.close()
+    assert held_back
+    assert [tracked.state for tracked in kept] == ["captured"] * 20
+    assert len(reader) == 20
+    for ids in prompts:
+        assert_captured(reader, ids)
+    assert host.session._tables.table is not None
+    counts = host.session.counters()
+    assert (counts["bad_frames"], counts["failed_proofs"], counts["ring_used_bytes"]) == (0, 0, 0)
 
 
 def test_backpressure_asks_for_the_next_slot() -> None:
