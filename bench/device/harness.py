@@ -212,7 +212,9 @@ class Way:
             self.transport = open_staged(str(DEVICE), batch.geometry, ring_bytes, stage_bytes, len(batch.plan), SEED)
         self._turn = 0
 
-    def send(self, batch: Batch, turn: int = 0) -> tuple[np.ndarray, Callable[[], None]]:
+    def send(
+        self, batch: Batch, turn: int = 0, table: np.ndarray | None = None
+    ) -> tuple[np.ndarray, Callable[[], None]]:
         """Start one forward's way without a wait: the frames as they will lie in the ring, and what waits for them."""
         self._turn += 1
         offset = self._turn % 2 * self._range_bytes
@@ -222,7 +224,7 @@ class Way:
             batch.positions,
             batch.plan,
             offset,
-            table=None,
+            table=table,
             forward=1,
         )
         return self.transport.memory[offset : offset + batch.plan.bytes], wait

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import torch
+import triton
 
 from hashtap_kernels.gather import Gather
 from hashtap_kernels.layout import Geometry, Payload
@@ -100,6 +101,21 @@ def host_cost(bench: Bench, requests: int) -> None:
     bench.bar("device allocations a forward", allocations, most=0)
 
 
+def nothing_compiled_late(bench: Bench) -> None:
+    """All forms of the kernel are compiled when a transport is opened; later forwards of any shape add none."""
+    batches = [
+        Batch(tokens, requests, Geometry(3, 584), seed=tokens) for tokens, requests in ((300, 17), (9, 3), (1, 1))
+    ]
+    way = Way(batches[0])
+    late: list[object] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **facts: late.append(facts["key"])
+    for table in (None, batches[0].table):
+        for batch in batches:
+            way.send(batch, table=table)[1]()
+    triton.knobs.runtime.jit_post_compile_hook = None
+    bench.exact("nothing compiled while serving", not late)
+
+
 def main() -> None:
     bench = Bench("kernel", budget_s=300)
     for number, (tokens, requests, hidden) in enumerate(SHAPES):
@@ -109,6 +125,7 @@ def main() -> None:
     restore_rate(bench, SHAPES[0][0], SHAPES[0][2])
     for requests in (1, 8) if DRY else (1, 8, 64, 256):
         host_cost(bench, requests)
+    nothing_compiled_late(bench)
     bench.finish()
 
 
