@@ -4,10 +4,10 @@ Frames and records are joined by writing run, epoch and serial, over all shards;
 whose frames are not all there is listed as incomplete and never handed out.
 """
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,16 @@ import numpy.typing as npt
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import FormatError
 from hashtap.identity import KEY_BYTES
-from hashtap.shard import Shard, read_shard
+from hashtap.index_cache import Identity, identity_of, load_cache, store_cache
+from hashtap.shard import RECORD_COLUMNS, Shard, read_shard
 
 __all__ = ["Catalog", "Entry", "Incomplete", "Piece"]
 
-_Look = tuple[tuple[int, ...], Shard | FormatError]
+_Look = tuple[Identity, Shard | FormatError]
 """What tells a file from another of its name, and what was found in it."""
+
+_WORTH_CACHING = 64
+"""So many shards take longer to read than the cache."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
@@ -80,6 +84,7 @@ class Catalog:
     Args:
         directory: the capture directory.
         epoch: take only shards of this epoch; None takes all.
+        cache: whether to use the directory's index cache, and to keep it up to date.
 
     Attributes:
         shards: the valid shards, sorted by name.
@@ -89,24 +94,35 @@ class Catalog:
         incomplete: entries that cannot be read whole.
     """
 
-    def __init__(self, directory: CaptureDirectory, epoch: str | None = None) -> None:
+    def __init__(self, directory: CaptureDirectory, epoch: str | None = None, cache: bool = True) -> None:
         self._directory = directory
+        self._cache = cache
         self._epoch = epoch
         self._read: dict[Path, _Look] = {}
         self.shards: list[Shard] = []
         self.bad_shards: dict[Path, FormatError] = {}
-        self.entries: list[Entry] = []
+        self.entries: Sequence[Entry] = []
         self.duplicates: list[Entry] = []
         self.incomplete: list[Incomplete] = []
-        self._by_key: dict[bytes, dict[str, Entry]] = {}
+        self._first: dict[str, dict[bytes, int]] = {}  # by epoch and key: which record counts
+        self._records = _Records([])
         self._frames: dict[tuple[str, str], _Frames] = {}
-        self._rows: dict[Shard, list[Entry]] = {}
 
     def refresh(self) -> bool:
         """Read the shards that are new, forget those that are gone. Returns whether anything changed."""
-        found = {path: _look_at(path, self._read.get(path)) for path in self._directory.shards()}
+        paths = self._directory.shards()
+        cached: Mapping[Path, _Look] = {}
+        if self._cache and len(paths) - len(self._read) >= _WORTH_CACHING:
+            cached = load_cache(self._directory.path)
+        found = {path: _look_at(path, self._read.get(path) or cached.get(path)) for path in paths}
         if found == self._read:
             return False
+        fresh = [
+            path for path, look in found.items() if look is not self._read.get(path) and look is not cached.get(path)
+        ]
+        if self._cache and len(fresh) >= _WORTH_CACHING:
+            good = {path: (identity, shard) for path, (identity, shard) in found.items() if isinstance(shard, Shard)}
+            store_cache(self._directory.path, good)
         self._read = found
         shards = [shard for _, shard in found.values() if isinstance(shard, Shard)]
         self.bad_shards = {path: error for path, (_, error) in found.items() if isinstance(error, FormatError)}
@@ -116,12 +132,12 @@ class Catalog:
 
     def of(self, key: bytes) -> dict[str, Entry]:
         """The entries of a key, by epoch; empty when there is none."""
-        return self._by_key.get(key, {})
+        return {epoch: self._records.entry(rows[key]) for epoch, rows in self._first.items() if key in rows}
 
     @property
     def keys(self) -> set[bytes]:
         """The keys of all entries."""
-        return set(self._by_key)
+        return set[bytes]().union(*self._first.values())
 
     def pieces(self, entry: Entry) -> list[Piece]:
         """The frames of an entry that make up its rows ``[0, T)``, in order."""
@@ -140,37 +156,105 @@ class Catalog:
         return pieces[::-1]
 
     def _donor(self, entry: Entry) -> Entry | None:
-        return self._by_key.get(entry.donor_key, {}).get(entry.epoch) if entry.shared_tokens else None
+        row = self._first[entry.epoch].get(entry.donor_key) if entry.shared_tokens else None
+        return None if row is None else self._records.entry(row)
 
     def _join(self) -> None:
         """Join frames to records. What is public changes at the end, so that other threads never see half of it."""
-        runs: dict[tuple[str, str], list[Shard]] = {}
-        for shard in self.shards:
-            runs.setdefault(_run(shard), []).append(shard)
-        frames = {run: _Frames(shards) for run, shards in runs.items()}
-        self._rows = {shard: self._rows.get(shard) or list(_entries(shard)) for shard in self.shards}
-        entries: list[Entry] = []
-        duplicates: list[Entry] = []
-        incomplete: list[Incomplete] = []
-        by_key: dict[bytes, dict[str, Entry]] = {}
-        for shard, rows in self._rows.items():
-            epoch, records = shard.facts.epoch, shard.records
-            whole = frames[_run(shard)].cover(records[:, 2], records[:, 6], records[:, 3])
-            for entry, is_whole in zip(rows, whole.tolist(), strict=True):
-                if not is_whole:
-                    incomplete.append(Incomplete(entry, "frames of it are missing"))
-                elif by_key.setdefault(entry.key, {}).setdefault(epoch, entry) is entry:
-                    entries.append(entry)
-                else:
-                    duplicates.append(entry)
-        for entry in _orphans(entries, by_key):
+        runs: dict[tuple[str, str], list[int]] = {}
+        for number, shard in enumerate(self.shards):
+            runs.setdefault(_run(shard), []).append(number)
+        frames = {run: _Frames([self.shards[number] for number in numbers]) for run, numbers in runs.items()}
+        records = _Records(self.shards)
+        whole = np.zeros(len(records.table), np.bool_)
+        rows_of: dict[str, list[npt.NDArray[np.int64]]] = {}
+        for run, numbers in runs.items():
+            rows = np.flatnonzero(np.isin(records.shard_of, numbers))
+            table = records.table[rows]
+            whole[rows] = frames[run].cover(table[:, 2], table[:, 6], table[:, 3])
+            rows_of.setdefault(run[1], []).append(rows)
+        first: dict[str, dict[bytes, int]] = {}
+        for epoch, parts in rows_of.items():
+            rows = np.sort(np.concatenate(parts))
+            # Backwards, so that of equal keys the first by shard name stays.
+            backwards = rows[whole[rows]][::-1].tolist()
+            first[epoch] = {records.keys[row]: row for row in backwards}
+        counts = np.zeros(len(whole), np.bool_)
+        counts[[row for rows in first.values() for row in rows.values()]] = True
+        incomplete = [
+            Incomplete(records.entry(row), "frames of it are missing") for row in np.flatnonzero(~whole).tolist()
+        ]
+        duplicates = [records.entry(row) for row in np.flatnonzero(whole & ~counts).tolist()]
+        for row, entry in records.orphans(np.flatnonzero(counts & (records.table[:, 6] > 0)), first):
             incomplete.append(Incomplete(entry, f"its donor {entry.donor_key.hex()} is missing"))
-            entries.remove(entry)
-            by_key[entry.key].pop(entry.epoch)
-            if not by_key[entry.key]:
-                del by_key[entry.key]
-        self._frames, self._by_key = frames, by_key
-        self.entries, self.duplicates, self.incomplete = entries, duplicates, incomplete
+            counts[row] = False
+            del first[entry.epoch][entry.key]
+        self._frames, self._first, self._records = frames, first, records
+        self.entries = _Entries(records, np.flatnonzero(counts))
+        self.duplicates, self.incomplete = duplicates, incomplete
+
+
+class _Records:
+    """The records of several shards, one behind the other."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self.table = np.concatenate([np.empty((0, len(RECORD_COLUMNS)), np.uint64), *(s.records for s in shards)])
+        self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.records) for shard in shards])
+        keys = self.table[:, 0:2].tobytes()
+        self.keys = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+    def entry(self, row: int) -> Entry:
+        """One of them."""
+        words = self.table[row].tolist()
+        return Entry(
+            key=self.keys[row],
+            shard=self._shards[self.shard_of[row]],
+            serial=words[2],
+            total_tokens=words[3],
+            proof=(words[4], words[5]),
+            shared_tokens=words[6],
+            donor_key=self.table[row, 7:9].tobytes(),
+            salt_sum=words[9],
+        )
+
+    def orphans(
+        self, sharing: npt.NDArray[np.int64], first: Mapping[str, Mapping[bytes, int]]
+    ) -> list[tuple[int, Entry]]:
+        """Those of ``sharing`` whose donor is not in ``first``, too short, or in a circle with them."""
+        found = []
+        for row in sharing.tolist():
+            entry = current = self.entry(row)
+            seen, needed = {entry.key}, entry.shared_tokens
+            while needed:
+                at = first[current.epoch].get(current.donor_key)
+                donor = None if at is None else self.entry(at)
+                if donor is None or donor.key in seen or donor.total_tokens < needed:
+                    found.append((row, entry))
+                    break
+                seen.add(donor.key)
+                current, needed = donor, min(needed, donor.shared_tokens)
+        return found
+
+
+class _Entries(Sequence[Entry]):
+    """Some of the records as entries, each made when it is asked for."""
+
+    def __init__(self, records: _Records, rows: npt.NDArray[np.int64]) -> None:
+        self._records = records
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        if isinstance(index, slice):
+            return [self._records.entry(row) for row in self._rows[index].tolist()]
+        return self._records.entry(self._rows[index])
 
 
 class _Frames:
@@ -218,49 +302,13 @@ class _Frames:
         ]
 
 
-def _orphans(entries: list[Entry], by_key: dict[bytes, dict[str, Entry]]) -> list[Entry]:
-    """Those that share rows with a record which is not there or too short, or in a circle."""
-    orphans = []
-    for entry in [entry for entry in entries if entry.shared_tokens]:
-        seen, current, needed = {entry.key}, entry, entry.shared_tokens
-        while needed:
-            donor = by_key.get(current.donor_key, {}).get(current.epoch)
-            if donor is None or donor.key in seen or donor.total_tokens < needed:
-                orphans.append(entry)
-                break
-            seen.add(donor.key)
-            current, needed = donor, min(needed, donor.shared_tokens)
-    return orphans
-
-
-def _entries(shard: Shard) -> Iterator[Entry]:
-    keys, donors = shard.records[:, 0:2].tobytes(), shard.records[:, 7:9].tobytes()
-    for number, row in enumerate(shard.records.tolist()):
-        at = slice(KEY_BYTES * number, KEY_BYTES * (number + 1))
-        yield Entry(
-            key=keys[at],
-            shard=shard,
-            serial=row[2],
-            total_tokens=row[3],
-            proof=(row[4], row[5]),
-            shared_tokens=row[6],
-            donor_key=donors[at],
-            salt_sum=row[9],
-        )
-
-
 def _run(shard: Shard) -> tuple[str, str]:
     return shard.facts.writer, shard.facts.epoch
 
 
 def _look_at(path: Path, before: _Look | None) -> _Look:
     """Read a shard, unless it is the file that was read before; a bad one is tried again."""
-    identity: tuple[int, ...]
-    try:
-        state = os.lstat(path)
-        identity = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
-    except OSError:
-        identity = ()
+    identity = identity_of(path)
     same = before is not None and before[0] == identity
     if before is not None and same and isinstance(before[1], Shard):
         return before

@@ -7,8 +7,9 @@ bytes are used.
 import mmap
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ class Reader:
         directory: the capture directory.
         epoch: take only captures of these weights; None takes all.
         strict: raise at a shard that is damaged; otherwise leave it out and list it in :attr:`bad_shards`.
+        cache: whether a directory of many shards may be opened from its index cache, and get one.
 
     Raises:
         UsageError: when it is no capture directory.
@@ -51,10 +53,15 @@ class Reader:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | CaptureDirectory, *, epoch: str | None = None, strict: bool = True
+        self,
+        directory: str | os.PathLike[str] | CaptureDirectory,
+        *,
+        epoch: str | None = None,
+        strict: bool = True,
+        cache: bool = True,
     ) -> None:
         self.directory = directory if isinstance(directory, CaptureDirectory) else CaptureDirectory.open(directory)
-        self._catalog = Catalog(self.directory, epoch)
+        self._catalog = Catalog(self.directory, epoch, cache)
         self._strict = strict
         self._maps: OrderedDict[Path, tuple[Shard, npt.NDArray[np.uint8]]] = OrderedDict()
         self._lock = threading.Lock()
@@ -123,6 +130,36 @@ class Reader:
             raise NotCaptured(f"the manifest in {self.directory.path} names no sample {sample_id!r}")
         return self.by_key(manifest.key_of(sample_id), manifest.epoch_of(sample_id))
 
+    def read(self, keys: Iterable[bytes | str | Capture], threads: int = 4) -> Iterator[Capture]:
+        """The captures of many keys, in their order, with their arrays already read, by several threads ahead of use.
+
+        Args:
+            keys: each as :meth:`by_key` takes it; a capture stands for itself.
+            threads: how many read; about twice as many captures are held ready.
+
+        Raises:
+            NotCaptured: at the place of a key that has no capture.
+            FormatError: at the place of one whose frames are damaged.
+        """
+
+        def load(key: bytes | str | Capture) -> Capture:
+            capture = key if isinstance(key, Capture) else self.by_key(key)
+            _ = capture.hidden_states, capture.token_ids
+            return capture
+
+        ahead: deque[Future[Capture]] = deque()
+        with ThreadPoolExecutor(threads, "hashtap-reader") as pool:
+            try:
+                for key in keys:
+                    ahead.append(pool.submit(load, key))
+                    if len(ahead) > 2 * threads:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()
+
     @property
     def facts(self) -> ShardFacts:
         """What all shards have in common: model, weights, layers and geometry are those of each of them.
@@ -157,7 +194,7 @@ class Reader:
         return raw_bytes / stored_bytes if raw_bytes else None
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Sequence[Entry]:
         """What the captures are made from, in the order of iteration."""
         return self._catalog.entries
 

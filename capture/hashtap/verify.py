@@ -54,7 +54,7 @@ def verify(
         UsageError: when it is no capture directory.
     """
     started = time.perf_counter()
-    reader = Reader(directory, epoch=epoch, strict=False)
+    reader = Reader(directory, epoch=epoch, strict=False, cache=False)
     wanted, salts, count = _wanted(samples)
     report = Report(str(reader.directory.path), quick, samples=len(reader) if samples is None else count)
     _check_directory(reader, report)

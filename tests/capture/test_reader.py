@@ -1,6 +1,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -377,3 +378,38 @@ def test_a_shard_that_is_mended_is_read(tmp_path: Path) -> None:
     path.write_bytes(whole)
     assert reader.refresh()
     assert (len(reader), len(reader.bad_shards)) == (1, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_reading_many_ahead(path: Path, threads: int) -> None:
+    reader = Reader(path)
+    keys: list[bytes | str | hashtap.Capture] = [prompt_key(ids) for ids in PROMPTS[::-1]]
+    keys[2] = reader.by_token_ids(PROMPTS[-3])
+    keys[3] = prompt_key(PROMPTS[-4]).hex()
+    found = list(reader.read(keys, threads))
+    assert [capture.token_ids.tolist() for capture in found] == PROMPTS[::-1]
+    for capture in found:
+        assert "hidden_states" in vars(capture)
+        assert (capture.hidden_states == states_of(capture.token_ids.tolist())).all()
+
+
+def test_reading_ahead_is_bounded_and_can_be_left(path: Path) -> None:
+    reader, taken = Reader(path), []
+
+    def keys() -> Iterator[bytes]:
+        for number in range(1000):
+            taken.append(number)
+            yield prompt_key(PROMPTS[number % len(PROMPTS)])
+
+    captures = reader.read(keys(), threads=2)
+    next(captures)
+    assert len(taken) == 5
+    captures.close()
+
+
+def test_a_key_among_many_that_was_not_captured(path: Path) -> None:
+    reader = Reader(path)
+    captures = reader.read([prompt_key(PROMPTS[0]), prompt_key([7]), prompt_key(PROMPTS[1])])
+    assert next(captures).token_ids.tolist() == PROMPTS[0]
+    with pytest.raises(NotCaptured, match="was not captured"):
+        next(captures)
