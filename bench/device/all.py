@@ -69,12 +69,11 @@ def finish(run: Run, until: float) -> dict[str, Any]:
         stop(run)
     if run.process.returncode:
         print(f"--- {run.name}: exit status {run.process.returncode}\n{run.log.read_text()[-2500:]}", flush=True)
-    ended = {"figure": f"{run.name} came to its end", "value": run.record.exists(), "least": True, "most": None}
-    bars = [ended | {"ok": run.record.exists()}]
-    if not run.record.exists():
-        return {"bars": bars, "tables": {}}
-    record: dict[str, Any] = json.loads(run.record.read_text())
-    return record | {"bars": bars + record["bars"]}
+    record: dict[str, Any] = {"ended": False, "bars": []}
+    if run.record.exists():
+        record = json.loads(run.record.read_text())
+    end = {"figure": f"{run.name} came to its end", "value": record["ended"], "least": True, "most": None}
+    return record | {"bars": [end | {"ok": record["ended"]}, *record["bars"]]}
 
 
 def table(bars: list[dict[str, Any]]) -> list[str]:

@@ -105,19 +105,27 @@ class Bench:
         good = (least is None or value >= least) and (most is None or value <= most)
         measured: dict[str, Any] = {"value": None, "ok": None} if DRY else {"value": value, "ok": good}
         self._bars.append({"figure": figure, "least": least, "most": most} | measured)
+        self._write(ended=False)
 
     def exact(self, figure: str, good: bool) -> None:
         """Note a check that must hold anywhere, in a dry run too."""
         self._bars.append({"figure": figure, "value": good, "least": True, "most": None, "ok": bool(good)})
+        self._write(ended=False)
 
     def finish(self) -> None:
         """Print the bars, write the record and exit: 1 when one was missed."""
         for bar in self._bars:
             print(bar_line(bar))
-        record = self._facts | {"bars": self._bars, "tables": self._tables}
-        self._path.write_text(json.dumps(record, indent=1) + "\n")
+        self._write(ended=True)
         print(f"record: {self._path}")
         sys.exit(any(bar["ok"] is False for bar in self._bars))
+
+    def _write(self, ended: bool) -> None:
+        """Write the record: also under way, so that what was measured outlasts a script that is stopped."""
+        record = self._facts | {"ended": ended, "bars": self._bars, "tables": self._tables}
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(self._path)
 
 
 def bar_line(bar: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ class Shape:
 
 
 SHAPE = Shape(layers=4, hidden=64, heads=4, kv_heads=2, inner=96, prompts=2, tokens=5) if DRY else Shape()
-ROUNDS, FORWARDS = (1, 1) if DRY else (8, 4)
+ROUNDS, FORWARDS = (1, 1) if DRY else (6, 4)
 THREADS = 2 if DRY else 6
 
 
@@ -101,7 +101,7 @@ class Server:
             versions={},
             server_flags={},
         )
-        ring_gib = 1 / 64 if DRY else 8
+        ring_gib = 1 / 64 if DRY else 4
         config = hashtap.CaptureConfig(capture_dir=str(path), capture_ring_gib=ring_gib, capture_threads=THREADS)
         self.session = Session(config, facts, directory, device=str(DEVICE), max_forward_tokens=self.tokens)
         self.captured = 0
