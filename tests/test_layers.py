@@ -13,7 +13,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 
 # A module may import those of its own and of lower layers.
 LAYERS = [
-    {"errors", "logs", "config", "identity", "spans", "ring"},
+    {"errors", "logs", "config", "identity", "spans", "ring", "estimate"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {

@@ -1,4 +1,4 @@
-"""The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``.
+"""The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``, ``plan``.
 
 Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
 missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
@@ -17,6 +17,7 @@ import typer
 from hashtap import __version__
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, UsageError
+from hashtap.estimate import RATIO, Estimate
 from hashtap.extract import Extraction, ExtractOptions
 from hashtap.progress import bar_or_lines
 from hashtap.quarantine import QUARANTINE_NAME
@@ -188,6 +189,28 @@ def _recover(
         recovered = sum(recovery.records for recovery in found)
         print(f"{len(found)} unfinished files, {recovered} records recovered")
     raise typer.Exit(any(recovery.state == "failed" for recovery in found))
+
+
+@app.command("plan")
+def _plan(
+    tokens: Annotated[int, typer.Option(help="Prompt tokens to capture.", show_default=False)],
+    layers: Annotated[int, typer.Option(help="Layers of a token, the final state included.", show_default=False)],
+    hidden: Annotated[int, typer.Option(help="The model's hidden size.", show_default=False)],
+    ratio: Annotated[float, typer.Option(help="Compression to reckon with.")] = RATIO,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the captures will go.", show_default=False)
+    ] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Exit with 0 although the disk is too small.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reckon how much disk an extraction takes; exit with 1 where less than 110 % of it is free."""
+    estimate = Estimate(tokens, layers, hidden, ratio=ratio, directory=directory)
+    if as_json:
+        numbers = {name: getattr(estimate, name) for name in ("token_bytes", "raw_bytes", "stored_bytes", "free_bytes")}
+        print(json.dumps({**numbers, "fits": estimate.fits}))
+    else:
+        print(estimate)
+    raise typer.Exit(0 if estimate.fits or anyway else 1)
 
 
 def _boundaries(text: str | None) -> tuple[int, ...] | None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import pytest
@@ -292,3 +293,36 @@ def test_recover(tmp_path: Path, hashtap: Hashtap) -> None:
     code, _, err = hashtap("recover", tmp_path / "missing")
     assert code == 2
     assert "is not a directory" in only_line(err)
+
+
+def test_plan(tmp_path: Path, hashtap: Hashtap) -> None:
+    kimi = ("plan", "--layers", 4, "--hidden", 7168)
+    code, out, err = hashtap(*kimi, "--tokens", 130_000_000)
+    assert (code, err) == (0, "")
+    assert "a token: 4 x 7168 x 2 = 57,344 bytes" in out
+    assert "130,000,000 tokens: 7.45 TB of states\non disk: 5.04 TB at a ratio of 1.48" in out
+    small = ("plan", "--layers", 4, "--hidden", 576, "--tokens", 1000, "--dir", tmp_path / "not" / "there")
+    code, out, _ = hashtap(*small)
+    assert code == 0
+    assert "enough" in out
+
+
+def test_plan_refuses_a_disk_that_is_too_small(
+    tmp_path: Path, hashtap: Hashtap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth more than the estimate must be free: 1,000 tokens take 4,608,000 bytes at a ratio of 1."""
+    asked = ("plan", "--layers", 4, "--hidden", 576, "--tokens", 1000, "--ratio", 1, "--dir", tmp_path)
+    usage = disk_usage(tmp_path)
+    for free_bytes, code in ((5_068_799, 1), (5_068_800, 0)):
+        monkeypatch.setattr("hashtap.estimate.disk_usage", lambda _, free=free_bytes: usage._replace(free=free))
+        assert hashtap(*asked)[0] == code
+        assert json.loads(hashtap(*asked, "--json")[1])["fits"] is (code == 0)
+        assert hashtap(*asked, "--anyway")[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--layers", "--hidden", "--ratio"])
+def test_plan_wants_numbers_above_zero(hashtap: Hashtap, option: str) -> None:
+    given = {"--tokens": 1, "--layers": 4, "--hidden": 8, option: 0}
+    code, _, err = hashtap("plan", *(part for pair in given.items() for part in pair))
+    assert code == 2
+    assert f"{option[2:]} is 0" in only_line(err)

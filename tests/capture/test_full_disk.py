@@ -1,0 +1,87 @@
+"""A disk that is really full: a tmpfs of 50 MB, mounted in a namespace of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CHILD = """
+import json, logging, os, sys, time
+from pathlib import Path
+from tests.capture.build import Host, states_of
+from hashtap.reader import Reader
+from hashtap.verify import verify
+from hashtap_kernels.layout import Geometry
+
+path, logged = Path(sys.argv[1]) / "captures", []
+keep = logging.Handler()
+keep.emit = lambda record: logged.append(record.getMessage())
+logging.getLogger("hashtap").addHandler(keep)
+geometry = Geometry(4, 1024)
+filler = Path(sys.argv[1]) / "filler"
+filler.write_bytes(bytes(30 << 20))
+answer = {}
+
+def captured():
+    found = sorted(capture.token_ids[0] for capture in Reader(path))
+    for capture in Reader(path):
+        assert (capture.hidden_states == states_of(capture.token_ids.tolist(), geometry)).all()
+    return [int(number) for number in found]
+
+with Host(path, geometry, threads=2, codec="none", shard_bytes=4 << 20, seal_after_s=0.2) as host:
+    number = 0
+    while host.writer.counters()["write_errors"] == 0:  # 0.8 MB each
+        number += 1
+        host.capture([[number] * 100])
+        host.settle()
+    full_at = number
+    until = time.monotonic() + 2
+    while time.monotonic() < until:  # and it stays full
+        number += 1
+        host.capture([[number] * 100])
+        host.settle()
+    filler.unlink()
+    freed_at = number
+    for _ in range(5):
+        number += 1
+        host.capture([[number] * 100])
+    host.writer.drain()
+    answer["counters"] = host.writer.counters()
+    answer["released"] = host.released == host.forwards
+answer |= {"sent": number, "full_at": full_at, "freed_at": freed_at, "captured": captured(), "ok": verify(path).ok}
+answer |= {"partials": len(host.directory.partials()), "files": sorted(file.suffix for file in path.iterdir())}
+answer["log"] = [line for line in logged if "No space left" in line]
+print(json.dumps(answer))
+"""
+
+
+def in_namespace(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(
+        ["unshare", "-Urm", *command], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+
+
+def test_a_disk_that_fills_up_and_is_emptied(tmp_path: Path) -> None:
+    """Whole prompts are lost while it is full, counted and told; before and after it all are kept."""
+    mount = f"mount -t tmpfs -o size=50m none {tmp_path}"
+    if (tried := in_namespace(["sh", "-c", mount])).returncode:
+        pytest.skip(f"this kernel mounts nothing without root: {tried.stderr.strip()}")
+    run = in_namespace(["sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", CHILD, str(tmp_path)])
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    captured, counters = set(answer["captured"]), answer["counters"]
+    assert (answer["ok"], answer["released"], answer["partials"]) == (True, True, 0)
+    # What was open when the disk filled up may be lost with it: a shard at most.
+    assert captured >= set(range(1, answer["full_at"] - 5))
+    assert captured >= set(range(answer["freed_at"] + 1, answer["sent"] + 1))
+    assert answer["full_at"] > 10
+    assert len(captured) == counters["records"] < answer["sent"]
+    assert counters["write_errors"] > 1
+    assert set(answer["files"]) == {".json", ".safetensors"}
+    assert 1 <= len(answer["log"]) <= 3
