@@ -395,6 +395,9 @@ def _ending() -> Iterator[None]:
     except HashtapError as error:
         log.error("hashtap: %s", error)
         raise SystemExit(error.exit_code) from error
+    except Exception as error:
+        log.exception("hashtap failed; the server ends rather than serve on without capturing")
+        raise SystemExit(SetupError.exit_code) from error
 
 
 def _exit(error: HashtapError) -> NoReturn:
