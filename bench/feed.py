@@ -1,0 +1,129 @@
+"""Feeds a writer with real states at full speed: the last hidden layers of SmolLM2, as a kernel would hand them over.
+
+One frame is made by the reference kernel and then sent under ever new keys, from a few buffers in turn, so that what is
+measured is the writer. The exponent table comes from the first two thirds of the states, the frames from the rest.
+"""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+
+from hashtap.directory import CaptureDirectory
+from hashtap.exponents import TableBuilder
+from hashtap.facts import ShardFacts
+from hashtap.flight import Flight, Record
+from hashtap.identity import prompt_key
+from hashtap.writer import Writer
+from hashtap_kernels.layout import HEADER, HEADER_BYTES, Geometry
+from hashtap_kernels.plan import Piece, plan_frames
+from hashtap_kernels.proof import header_check
+from hashtap_kernels.reference import gather_reference
+
+ROOT = Path(__file__).parents[1]
+HIDDEN = 576
+SEED = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
+SLOT_BYTES = 32 << 20  # of all buffers: more than a core's cache, as a ring is
+
+
+class Feed:
+    """Frames of ``rows`` rows of real states, ``copies`` of them side by side to make a wide model's.
+
+    Attributes:
+        rows: bit patterns uint16 ``[rows, 4, H]``.
+        plane: the exponent plane of such a frame, uint8, what the codec is given; one for each buffer.
+    """
+
+    def __init__(self, rows: int, copies: int = 1) -> None:
+        path = ROOT / "tests" / "golden" / "smollm2_states.safetensors"
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            states = file.get_tensor("hidden_states").view(torch.int16).numpy().view(np.uint16)
+        known = len(states) * 2 // 3
+        self.geometry = Geometry(4, HIDDEN * copies)
+        self._tables = TableBuilder(self.geometry, known)
+        self._tables.observe(np.tile(states[:known], (1, 1, copies)))
+        order = np.arange(rows) % (len(states) - known) + known
+        shifted = [np.roll(states[order], 11 * copy, axis=0) for copy in range(copies)]
+        self.rows: npt.NDArray[np.uint16] = np.concatenate(shifted, axis=2)
+        self.ids = np.arange(rows)
+        frame = self._frame()
+        self._slots = [frame.copy() for _ in range(max(4, SLOT_BYTES // len(frame)))]
+        self.planes = [slot[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for slot in self._slots]
+        self._free = list(range(len(self._slots)))
+        self._freed = threading.Condition()
+        self.sent = 0
+
+    def open(self, directory: CaptureDirectory, threads: int, shard_bytes: int = 2 << 30) -> Writer:
+        """A writer for what :meth:`send` sends."""
+        facts = ShardFacts(
+            model="SmolLM2-135M-Instruct",
+            epoch="bench",
+            boundaries=(2, 15, 27),
+            final_norm="post",
+            geometry=self.geometry,
+            seed=SEED,
+            directory_uuid=directory.uuid,
+            writer=f"{threads:032x}",
+            rank=0,
+            versions={},
+            server_flags={},
+        )
+        return Writer(
+            directory,
+            facts,
+            threads=threads,
+            codec="zstd",
+            shard_bytes=shard_bytes,
+            seal_after_s=3600,
+            tables=self._tables.by_id,
+        )
+
+    def send(self, writer: Writer, count: int) -> None:
+        """Send ``count`` prompts of one frame, each when a buffer is free; returns when all are written, not sealed."""
+        for _ in range(count):
+            with self._freed:
+                while not self._free:
+                    self._freed.wait()
+                slot = self._free.pop()
+            self.send_one(writer, slot)
+        with self._freed:
+            while len(self._free) < len(self._slots):
+                self._freed.wait()
+
+    def send_one(self, writer: Writer, slot: int) -> None:
+        """Send the frame in buffer ``slot`` under a new key."""
+        self.sent += 1
+        buffer, salt = self._slots[slot], str(self.sent).encode()
+        header = buffer[:HEADER_BYTES].view(HEADER)
+        key = prompt_key(self.ids, salt)
+        header["serial"], header["key"] = self.sent, np.frombuffer(key, np.uint64)
+        header["self_check"] = header_check(buffer[:HEADER_BYTES].view(np.uint64))
+        record = Record(self.sent, key, self.ids, salt, captured=True)
+        writer.submit(Flight(buffer, lambda: None, [(0, len(buffer), record)], lambda: self._give_back(slot)))
+
+    def _give_back(self, slot: int) -> None:
+        with self._freed:
+            self._free.append(slot)
+            self._freed.notify_all()
+
+    def _frame(self) -> npt.NDArray[np.uint8]:
+        """What the kernel would write for a prompt of these rows."""
+        count = len(self.rows)
+        plan = plan_frames([Piece(0, count, 0, count, 1, bytes(16))], self.geometry)
+        frame = np.zeros(plan.bytes, np.uint8)
+        batch = torch.from_numpy(self.rows.copy()).view(torch.bfloat16)
+        gather_reference(
+            [batch[:, layer] for layer in range(4)],
+            torch.from_numpy(self.ids),
+            torch.arange(count),
+            plan,
+            frame,
+            geometry=self.geometry,
+            seed=SEED,
+            table=self._tables.table,
+            forward=1,
+        )
+        return frame
