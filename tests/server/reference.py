@@ -1,66 +1,99 @@
-"""What the states of a prompt must be: transformers in float32, one prompt at a time."""
+"""What the states of a prompt must be: transformers, one prompt at a time.
+
+Float32 arithmetic on the model's bfloat16 weights is the truth; bfloat16 arithmetic on them tells how much
+rounding alone moves a row. Attention sinks of a real model have norms of 25,000 beside 150 elsewhere, so that a
+bfloat16 step is larger than what a layer adds: no bfloat16 server can tell two boundaries apart there.
+"""
 
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Reference", "assert_same_states"]
+__all__ = ["Reference", "States", "assert_same_states"]
 
 MIN_COSINE = 0.999
-NORM_RATIOS = (0.98, 1.02)
+MAX_NORM_ERROR = 0.02
+NOISY_SHARE = 0.01  # of the rows, besides one, may be decided by rounding; for them hold:
+NOISY_MIN_COSINE, NOISY_MAX_NORM_ERROR = 0.97, 0.1
+
+
+class States(NamedTuple):
+    """Float32 ``[T, n + 2, H]``: boundaries 0 to n (n: before the final norm), then the state after the norm."""
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
 
 
 class Reference:
-    """A model in transformers, float32 arithmetic on its bfloat16 weights."""
+    """A model in transformers."""
 
     def __init__(self, model_dir: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers and torchvision warn when they are imported
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.model: Any = model.eval()
-        self.layers: int = self.model.config.num_hidden_layers
-        self._before_norm: list[torch.Tensor] = []
-        self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0]))
+            models = [AutoModelForCausalLM.from_pretrained(model_dir, dtype=t) for t in (torch.float32, torch.bfloat16)]
+        self._exact, self._rounded = (model.eval() for model in models)
 
-    @torch.no_grad()
-    def states(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Float32 ``[T, n + 2, H]``: boundaries 0 to n (n: before the final norm), then the state after the norm."""
-        self._before_norm.clear()
-        out = self.model(torch.tensor([list(token_ids)]), output_hidden_states=True)
-        boundaries = [*out.hidden_states[: self.layers], self._before_norm[0]]
-        final = self.model.model.norm(self._before_norm[0])
-        torch.testing.assert_close(self.model.lm_head(final), out.logits)
-        return torch.stack([state[0] for state in (*boundaries, final)], dim=1)
+    def states(self, token_ids: Sequence[int]) -> States:
+        """The states of a prompt."""
+        return States(_states(self._exact, token_ids), _states(self._rounded, token_ids))
 
     @torch.no_grad()
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """What ``lm_head`` makes of final states ``[..., H]``."""
-        return torch.as_tensor(self.model.lm_head(final.float()))
+        return torch.as_tensor(self._exact.lm_head(final.float()))
 
 
-def assert_same_states(captured: torch.Tensor, reference: torch.Tensor, boundaries: Sequence[int]) -> None:
-    """Captured ``[T, L, H]`` are the reference's ``[T, n + 2, H]`` at ``boundaries`` and after the final norm.
+@torch.no_grad()
+def _states(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    before_norm: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    out = model(torch.tensor([list(token_ids)]), output_hidden_states=True)
+    hook.remove()
+    final = model.model.norm(before_norm[0])
+    torch.testing.assert_close(model.lm_head(final), out.logits)
+    boundaries = [*out.hidden_states[: model.config.num_hidden_layers], before_norm[0]]
+    return torch.stack([state[0].float() for state in (*boundaries, final)], dim=1)
+
+
+def assert_same_states(captured: torch.Tensor, reference: States, boundaries: Sequence[int]) -> None:
+    """Captured ``[T, L, H]`` are the reference's at ``boundaries`` and after the final norm.
 
     Every row must point where its reference points, be as long, and be nearer to it than to the rows of the
-    neighbouring positions and boundaries.
+    neighbouring positions and boundaries, as far as bfloat16 can tell those apart.
     """
-    last = reference.shape[1] - 1
-    assert captured.shape == (reference.shape[0], len(boundaries) + 1, reference.shape[2])
+    exact, rounded = reference
+    last = exact.shape[1] - 1
+    assert captured.shape == (exact.shape[0], len(boundaries) + 1, exact.shape[2])
     for index, layer in enumerate([*boundaries, last]):
-        mine, own = captured[:, index].float(), reference[:, layer]
-        cosine = torch.nn.functional.cosine_similarity(mine, own, dim=-1)
-        ratio = mine.norm(dim=-1) / own.norm(dim=-1)
-        assert cosine.min() > MIN_COSINE, f"layer {index}: cosine {cosine.min():.5f} at row {int(cosine.argmin())}"
-        assert ratio.min() > NORM_RATIOS[0], f"layer {index}: norm ratio {ratio.min():.4f}"
-        assert ratio.max() < NORM_RATIOS[1], f"layer {index}: norm ratio {ratio.max():.4f}"
-        distance = (mine - own).norm(dim=-1)
+        mine, own, noisy = captured[:, index].float(), exact[:, layer], rounded[:, layer]
+        _assert_close(_turn(mine, own), 1 - MIN_COSINE, 1 - NOISY_MIN_COSINE, f"layer {index}: 1 - cosine")
+        _assert_close(_stretch(mine, own), MAX_NORM_ERROR, NOISY_MAX_NORM_ERROR, f"layer {index}: norm error")
+        distance, resolution = (mine - own).norm(dim=-1), 2 * (noisy - own).norm(dim=-1)
         for other in {max(layer - 1, 0), min(layer + 1, last)} - {layer}:
-            assert (distance < (mine - reference[:, other]).norm(dim=-1)).all(), f"layer {index} is like layer {other}"
+            told_apart = (own - exact[:, other]).norm(dim=-1) > resolution
+            nearer = distance < (mine - exact[:, other]).norm(dim=-1)
+            assert nearer[told_apart].all(), f"layer {index} is like layer {other}"
+            assert (~told_apart).sum() <= 1 + NOISY_SHARE * len(mine)
         if len(mine) > 1:
             assert (distance[1:] < (mine[1:] - own[:-1]).norm(dim=-1)).all(), f"layer {index} is one position late"
             assert (distance[:-1] < (mine[:-1] - own[1:]).norm(dim=-1)).all(), f"layer {index} is one position early"
+
+
+def _turn(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return 1 - torch.nn.functional.cosine_similarity(one, other, dim=-1)
+
+
+def _stretch(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.norm(dim=-1) / other.norm(dim=-1) - 1).abs()
+
+
+def _assert_close(error: torch.Tensor, limit: float, floor: float, what: str) -> None:
+    """No row's error reaches ``floor``, and but for a few rows none reaches ``limit``."""
+    over = int((error > limit).sum())
+    assert over <= 1 + NOISY_SHARE * len(error), f"{what} is above {limit:g} in {over} of {len(error)} rows"
+    assert error.max() < floor, f"{what} is {error.max():.5f} in row {int(error.argmax())}"
