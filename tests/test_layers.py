@@ -31,7 +31,7 @@ LAYERS = [
         "progress",
         "show",
     },
-    {"transport", "staging", "session", "client", "sealed", "tally", "extract"},
+    {"transport", "staging", "session", "watch", "client", "sealed", "tally", "extract"},
     {"epoch", "layers", "modes", "targets", "rank", "handshake", "requests", "routes", "sglang_seam"},
     {"plugin", "cli"},
     {"__main__"},

@@ -22,6 +22,7 @@ from hashtap.recover import recover
 from hashtap.requests import refusal, wants_capture
 from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
+from hashtap.watch import Watch
 from hashtap_kernels.layout import Dtype, Geometry
 
 __all__ = ["Rank", "check_same_kind", "facts_of_shards"]
@@ -90,6 +91,7 @@ class Rank:
         self._health_prefix = health_prefix
         self._info: dict[str, Any] = {}
         self._others: dict[str, ShardFacts] = {}  # shards that were there before
+        self._watch: Watch | None = None
         self._device = "cpu"
         self._forward: _Forward | None = None  # the forward pass that runs now
         self._reached = False  # whether that pass came to the point where rows are taken
@@ -145,9 +147,18 @@ class Rank:
         return facts
 
     def start(
-        self, facts: ShardFacts, epoch: str, versions: Mapping[str, str], *, device: str, max_forward_tokens: int
+        self,
+        facts: ShardFacts,
+        epoch: str,
+        versions: Mapping[str, str],
+        *,
+        device: str,
+        max_forward_tokens: int,
+        metrics: bool = False,
     ) -> None:
         """Begin to capture on this rank, the weights being loaded. Takes ring and staging memory.
+
+        With ``metrics`` it also counts for Prometheus, in this process.
 
         Raises:
             SetupError: when the memory cannot be had.
@@ -158,6 +169,7 @@ class Rank:
         directory = CaptureDirectory.open(self.config.capture_dir)
         recover(directory, like=facts)
         self.session = Session(self.config, facts, directory, device=device, max_forward_tokens=max_forward_tokens)
+        self._watch = Watch(self.session.counters, rank=facts.rank, prometheus=metrics)
         self._device = device
         self._info["sglang"] = versions["sglang"]
 
@@ -277,6 +289,8 @@ class Rank:
                 self.session.close()
             except HashtapError as error:
                 log.error("not everything could be sealed: %s", error)
+            if self._watch is not None:
+                self._watch.close()
 
     def _check_dtypes(self, final: Any, aux: Any) -> None:
         assert self.session is not None

@@ -218,7 +218,14 @@ class _RankHooks:
                 rows = most_rows_of_a_forward(
                     schedule.chunked_prefill_size, schedule.max_prefill_tokens, config.context_len
                 )
-                rank.start(facts, epoch, _versions(), device=runner.device, max_forward_tokens=rows)
+                rank.start(
+                    facts,
+                    epoch,
+                    _versions(),
+                    device=runner.device,
+                    max_forward_tokens=rows,
+                    metrics=runner.server_args.enable_metrics,
+                )
                 log.info("%s", rank.summary())
         return result
 
