@@ -409,7 +409,8 @@ def test_a_killed_server_stops_the_run_and_a_second_run_finishes_it(tmp_path: Pa
         with pytest.raises(ServerLost, match="20 samples failed in a row"):
             asyncio.run(run_and_kill(process, extraction))
     first = extraction.summary()
-    assert 80 <= first.captured < 200
+    assert len(Reader(captures)) >= 80  # what was sealed just before the end, the client may not have seen any more
+    assert first.captured < 200
     assert first.left_out == {"not captured": 20}
     assert first.captured + 20 + first.pending == 200
 
