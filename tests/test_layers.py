@@ -58,6 +58,12 @@ def test_every_module_has_a_layer() -> None:
     assert {path.stem for path in HASHTAP.glob("*.py")} == known
 
 
+def test_every_module_stands_in_the_architecture() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = {path.stem for path in SOURCES} - {"__init__", "__main__"}
+    assert {name for name in named if f"`{name}`" not in text} == set()
+
+
 @pytest.mark.parametrize("path", sorted(HASHTAP.glob("*.py")), ids=lambda path: path.stem)
 def test_imports_point_down(path: Path) -> None:
     level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
