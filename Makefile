@@ -53,7 +53,7 @@ wheel: $(ENVIRONMENT)
 	$(PY) -m build --quiet --wheel --no-isolation
 	rm -rf .cache/elsewhere && "$(PYTHON)" -m venv .cache/elsewhere
 	.cache/elsewhere/bin/pip install --quiet --constraint cpu.lock dist/hashtap-*.whl
-	cd .cache && elsewhere/bin/python ../tests/wheel_smoke.py ../tests/golden
+	cd .cache && elsewhere/bin/python ../tests/wheel_smoke.py ../tests/golden/captures
 
 $(ENVIRONMENT): cpu.lock cpu-nodeps.lock pyproject.toml setup.cfg
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit("hashtap is developed on Python 3.11, \
