@@ -128,7 +128,15 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     with Peer(tmp_path / "captures", trouble=lambda attempt, body: 0.4, options=options) as peer:
         command = [sys.executable, "-m", "hashtap", "extract", str(samples), "--server", peer.url]
         command += ["--out", str(peer.directory), "--concurrency", "4"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            # Whatever started the tests may ignore Ctrl-C, and its children with it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         while len(peer.received) < 20:
             assert process.poll() is None
             time.sleep(0.01)

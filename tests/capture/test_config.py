@@ -92,15 +92,17 @@ def test_unknown_twin() -> None:
         CaptureConfig.from_env({"HASHTAP_CAPTURE_DIRECTORY": "/data"})
 
 
-def test_enable_reaches_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in fields(CaptureConfig):
-        monkeypatch.delenv("HASHTAP_" + option.name.upper(), raising=False)
-    monkeypatch.setenv("HASHTAP_CAPTURE_DIR", "")  # so that it is taken away again
-    config = hashtap.enable(capture_dir="/data", capture_layers=[2, 15, 27])
-    monkeypatch.setenv("HASHTAP_CAPTURE_LAYERS", "2 15 27")
-    code = "from hashtap import CaptureConfig; print(CaptureConfig.from_env())"
+def test_enable_reaches_child_processes() -> None:
+    """In a process of its own, whose environment is its own to change."""
+    child = "import hashtap; print(hashtap.CaptureConfig.from_env())"
+    code = (
+        "import hashtap, subprocess, sys\n"
+        "print(hashtap.enable(capture_dir='/data', capture_layers=[2, 15, 27]), flush=True)\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == str(config)
+    enabled, found = answer.stdout.splitlines()
+    assert enabled == found == str(CaptureConfig(capture_dir="/data", capture_layers=(2, 15, 27)))
 
 
 def test_enable_names_unknown_keys() -> None:

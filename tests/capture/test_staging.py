@@ -124,7 +124,7 @@ class RecordingDevice:
 
 
 def transport(
-    device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 18, seed: tuple[int, int] = SEED
+    device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 20, seed: tuple[int, int] = SEED
 ) -> StagedTransport:
     slots = [Slot(torch.zeros(stage_bytes, dtype=torch.uint8), Event(device), Event(device)) for _ in range(2)]
     ring = torch.full((ring_bytes,), 0xA5, dtype=torch.uint8)

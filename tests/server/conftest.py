@@ -13,7 +13,8 @@ from hashtap.identity import prompt_key
 from hashtap.reader import Capture, Reader
 
 CHUNK_TOKENS = 128
-COMMON_FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 16384)
+# An idle SGLang otherwise keeps a core busy, which the next server needs.
+COMMON_FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 16384, "--sleep-on-idle")
 
 
 @dataclass(frozen=True, slots=True)
