@@ -137,6 +137,7 @@ class Server:
         """SIGKILL to its whole process group, as a lost machine would. Its exit status."""
         assert self.process is not None
         self._signal(signal.SIGKILL)
+        self._http.close()
         return self.process.wait()
 
     def pause(self) -> None:
