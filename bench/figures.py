@@ -107,6 +107,7 @@ def main() -> None:
         found, runs = measure(known[name])
         figures += found
         record[name] = {"figures": [f.line() for f in found], "runs": [run.details for run in runs]}
+    options.record.parent.mkdir(parents=True, exist_ok=True)
     options.record.write_text(json.dumps(record, indent=1) + "\n")
     print()
     for figure in figures:
