@@ -19,8 +19,10 @@ import psutil
 
 __all__ = ["Server", "ServerFailed"]
 
-BOOT_S = 300.0
+BOOT_S = 150.0
 STOP_S = 60.0
+BOOTS = 2
+"""A start was once seen to hang, for a reason that its lost log would have told: print the log and start again."""
 
 
 class ServerFailed(Exception):
@@ -43,10 +45,11 @@ class Server:
         environment: added to this process's environment.
         log: where its output goes; a new temporary file by default.
 
-    As a context manager it starts, waits until it answers, and is stopped at the end.
+    As a context manager it starts, waits until it answers, and is stopped at the end. One that hangs while it
+    starts is killed and started once more; the stacks of its processes then stand in its log, and that on stderr.
 
     Raises:
-        ServerFailed: when it ends before it answers.
+        ServerFailed: when it ends before it answers, or hangs twice.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Server:
             # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
             "OMP_WAIT_POLICY": "PASSIVE",
             "TRANSFORMERS_OFFLINE": "1",
+            "PYTHONFAULTHANDLER": "1",
             **(environment or {}),
         }
         self.process: subprocess.Popen[bytes] | None = None
@@ -78,9 +82,18 @@ class Server:
         self._http = httpx.Client(base_url=self.url)
 
     def __enter__(self) -> Self:
-        self.start()
         try:
-            self.wait_until_ready()
+            for boots_left in reversed(range(BOOTS)):
+                self.start()
+                try:
+                    self.wait_until_ready()
+                except ServerFailed as failure:
+                    if failure.exit_status is not None or not boots_left:
+                        raise
+                    self._dump_stacks()
+                    print(f"{self.log_tail(400)}\nthe server hung while it started; trying again", file=sys.stderr)
+                else:
+                    break
         except BaseException:
             self.kill()
             raise
@@ -152,6 +165,14 @@ class Server:
         assert self.process is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+    def _dump_stacks(self) -> None:
+        """End a hanging server with the stacks of all its threads in its log, which PYTHONFAULTHANDLER brings."""
+        assert self.process is not None
+        self._signal(signal.SIGABRT)
+        time.sleep(2.0)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
 
     def processes(self) -> list[psutil.Process]:
         """It and its children."""

@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """httpx may leave the socket of a connection that a starting or dying server broke to the garbage collector."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))  # the first test of a server also waits for its start
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed .*socket:ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 
