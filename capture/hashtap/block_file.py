@@ -9,17 +9,19 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_BYTES", "BlockFile"]
+__all__ = ["BLOCK_BYTES", "FULL", "BlockFile"]
 
 BLOCK_BYTES = 4096
 """Offsets and sizes of writes past the page cache are multiples of it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk, which pass when somebody makes room."""
 _BUFFER_BYTES = 2 << 20  # about what a core's cache holds: copying into memory that is not there takes twice as long
 
 U8Array = npt.NDArray[np.uint8]
@@ -34,6 +36,7 @@ class BlockFile:
     Args:
         path: of the file, which must not exist.
         head: its first bytes, a multiple of :data:`BLOCK_BYTES`.
+        wait: asked when the disk is full, with the lock on writing held; True to try again, False to fail.
 
     Raises:
         OSError: when it cannot be made or the head cannot be written; nothing is left behind then.
@@ -42,8 +45,9 @@ class BlockFile:
         written_bytes: how much of it is in the file for certain, from the beginning.
     """
 
-    def __init__(self, path: Path, head: bytes) -> None:
+    def __init__(self, path: Path, head: bytes, wait: Callable[[OSError], bool] = lambda _: False) -> None:
         self._path = path
+        self._wait = wait
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._direct = False
         self._error: OSError | None = None
@@ -183,6 +187,8 @@ class BlockFile:
             except OSError as error:
                 if error.errno == errno.EINVAL and self._direct:
                     self._set_direct(False)  # larger blocks than ours, or a short write that ended within one
+                    continue
+                if error.errno in FULL and self._wait(error):
                     continue
                 self._error = error
                 raise

@@ -1,4 +1,5 @@
-"""The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``, ``plan``.
+"""The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``, ``plan``,
+``export``.
 
 Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
 missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
@@ -211,6 +212,60 @@ def _plan(
     else:
         print(estimate)
     raise typer.Exit(0 if estimate.fits or anyway else 1)
+
+
+@app.command("export")
+def _export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the trainer's files.", show_default=False)],
+    to: Annotated[
+        str, typer.Option(help="specforge, speculators, modelopt, angelslim or safetensors.", show_default=False)
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The served model, to undo its final norm where the trainer wants that.", show_default=False),
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="Samples and loss masks, in place of the manifest's.", show_default=False)
+    ] = None,
+    epoch: Epoch = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Only these boundaries of those captured, e.g. 2,15,27.", show_default=False)
+    ] = None,
+    loss_on_all: Annotated[
+        bool, typer.Option("--loss-on-all", help="Count all tokens of samples that have no loss mask.")
+    ] = False,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out samples that are not captured.")
+    ] = False,
+    no_states: Annotated[
+        bool, typer.Option("--no-states", help="Only what the trainer needs besides; states are read from DIR.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="Samples read and written at a time.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Write captures as the files that a trainer reads; started again, it writes only what is missing."""
+    try:
+        from hashtap.trainers.export import export
+        from hashtap.trainers.source import Choice, TrainerSource
+    except ModuleNotFoundError as error:
+        raise UsageError(f"hashtap export needs {error.name}: pip install {error.name}") from None
+    choice = Choice(model, samples, epoch, _boundaries(layers), loss_on_all, skip_missing)
+    source = TrainerSource(directory, to, choice)
+    display = bar_or_lines(sys.stderr)
+    try:
+        exported = export(source, out, threads=threads, states=not no_states, display=display)
+    finally:
+        display.close()
+    if as_json:
+        print(json.dumps(asdict(exported)))
+        return
+    print(f"{exported.samples:,} samples, {exported.tokens:,} tokens for {to} in {out}")
+    if exported.skipped:
+        print(f"  written before: {exported.skipped:,}")
+    if exported.missing:
+        print(f"  left out, not captured: {exported.missing:,}")
+    print(f"  layer ids {exported.layer_ids}; what they mean, and the norm: {exported.notes}")
 
 
 def _boundaries(text: str | None) -> tuple[int, ...] | None:

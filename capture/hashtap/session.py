@@ -244,8 +244,11 @@ class Session:
     ) -> None:
         offset = self._ring.take(plan.bytes)
         if offset is None:
+            trouble = self._writer.trouble
+            reason = f"the ring was full: {trouble}" if trouble else "the ring was full"
+            log.warning("prompts are dropped: %s", reason)
             for tracked, _ in taking:
-                self._fail(tracked, "dropped", "the ring was full")
+                self._fail(tracked, "dropped", reason)
             return
         memory = self._transport.memory[offset : offset + plan.bytes]
         wait = self._transport.send(

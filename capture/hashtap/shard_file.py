@@ -8,7 +8,7 @@ Not thread safe: the writer holds its lock around every call but :meth:`ShardFil
 import errno
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ class ShardFile:
         directory: where it goes.
         facts: what its header will say.
         number: its number in the writing run; part of its name.
+        wait: asked when the disk is full; True to try again, False to fail.
 
     Raises:
         OSError: when it cannot be made; nothing is left behind then.
@@ -52,7 +53,13 @@ class ShardFile:
         appended_at: ``time.monotonic`` of the last frame.
     """
 
-    def __init__(self, directory: CaptureDirectory, facts: ShardFacts, number: int) -> None:
+    def __init__(
+        self,
+        directory: CaptureDirectory,
+        facts: ShardFacts,
+        number: int,
+        wait: Callable[[OSError], bool] = lambda _: False,
+    ) -> None:
         self.path = directory.path / shard_name(facts.rank, facts.writer, number)
         self.number = number
         self.facts = facts
@@ -68,7 +75,7 @@ class ShardFile:
             raise FileExistsError(errno.EEXIST, "a shard of that name is sealed already", str(self.path))
         head = unsealed_header(facts)
         self._reserved_bytes = len(head)
-        self._file = BlockFile(self._partial, head)
+        self._file = BlockFile(self._partial, head, wait)
 
     @property
     def raw_bytes(self) -> int:

@@ -2,10 +2,10 @@
 
 A flight (the frames of one forward) is waited for, then its frames are checked and compressed in parallel and appended
 under one lock. A record is complete when its frames cover its prompt; it is listed in the shard that its last frame
-went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed.
+went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed. A disk that is
+full, or on which no file can be made, is waited for: the ring fills up, and new prompts wait or are dropped.
 """
 
-import errno
 import os
 import threading
 import time
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hashtap.arrival import OtherTokens, check_arrival
+from hashtap.block_file import FULL
 from hashtap.codec import Codec
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import FormatError
@@ -42,6 +43,8 @@ _COUNTS = (
 
 _OLDEST = 12
 """A shard that goes on getting rows is sealed after so many times ``seal_after_s``: with the defaults, a minute."""
+_RETRY_S = 0.5
+"""How long to wait before a disk that took nothing is tried again."""
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -101,7 +104,8 @@ class Writer:
         self._shard: ShardFile | None = None
         self._shards_opened = 0
         self._shards_ended = 0
-        self._disk_fails = False
+        self._trouble = self._told = ""  # with the disk, and what was logged of it
+        self._drains = 0  # calls that wait for the end of all writing: a disk is not waited for then
         self._closing = False
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._ledger = Ledger()
@@ -130,8 +134,10 @@ class Writer:
         self._ledger.abandon(serial)
 
     def drain(self) -> None:
-        """Wait until all that was submitted is written and sealed."""
+        """Wait until all that was submitted is written and sealed; what a full disk does not take now is lost."""
         with self._changed:
+            self._drains += 1
+            self._changed.notify_all()
             while self._outstanding:
                 self._changed.wait()
             shard = self._detach()
@@ -140,6 +146,7 @@ class Writer:
         with self._changed:
             while self._shards_ended < self._shards_opened - (self._shard is not None):
                 self._changed.wait()
+            self._drains -= 1
 
     def set_facts(self, facts: ShardFacts) -> None:
         """The weights changed: say so in new shards. Call it after :meth:`drain`; no record goes across."""
@@ -174,6 +181,11 @@ class Writer:
                 "waste_bytes": ledger.waste_bytes,
                 "queue": len(self._outstanding),
             }
+
+    @property
+    def trouble(self) -> str:
+        """Why the disk takes nothing at present; empty while it does."""
+        return self._trouble
 
     # The loop of a thread.
 
@@ -325,7 +337,15 @@ class Writer:
     # Shards.
 
     def _open_shard(self) -> ShardFile:
-        shard = ShardFile(self._directory, self._facts, self._shards_opened)
+        while True:
+            try:
+                shard = ShardFile(self._directory, self._facts, self._shards_opened, self._wait_for_disk)
+                break
+            except FileExistsError:
+                raise
+            except OSError as error:
+                if not self._wait_for_disk(error):
+                    raise
         with self._changed:
             self._shard = shard
             self._ledger.shard_opened(shard.number)
@@ -358,7 +378,7 @@ class Writer:
             try:
                 sealed = self._seal(shard, listed)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in FULL:
                     raise
                 with self._changed:
                     self._disk_failed(f"cannot seal {shard.path}", error)
@@ -371,7 +391,9 @@ class Writer:
                 self._ledger.lose(shard.serials, listed)
         with self._changed:
             if sealed is not None:
-                self._disk_fails = self._disk_fails and not whole
+                if whole and self._trouble:
+                    log.warning("%s can be written to again", self._directory.path)
+                    self._trouble = self._told = ""
                 self._counts["shards"] += 1
                 self._counts["records"] += len(sealed)
             self._shards_ended += 1
@@ -394,8 +416,21 @@ class Writer:
         )
         return records
 
-    def _disk_failed(self, what: str, error: Exception) -> None:
+    def _wait_for_disk(self, error: OSError) -> bool:
+        """A disk took nothing: wait a moment, so that it is tried again; False when there is no time to."""
+        with self._changed:
+            if self._drains:
+                return False
+            what = f"cannot write to {self._directory.path}, and what is captured waits"
+            self._disk_failed(what, error, "New prompts wait for the ring, then are dropped, until this is mended")
+            self._changed.wait_for(lambda: self._drains, _RETRY_S)
+            return True
+
+    def _disk_failed(
+        self, what: str, error: Exception, then: str = "Prompts are lost until this is mended; extract them again"
+    ) -> None:
         self._counts["write_errors"] += 1
-        if not self._disk_fails:
-            self._disk_fails = True
-            log.error("%s: %s. Prompts are lost until this is mended; extract them again", what, error)
+        self._trouble = getattr(error, "strerror", None) or str(error)
+        if self._told != then:
+            self._told = then
+            log.error("%s: %s. %s", what, error, then)

@@ -464,44 +464,129 @@ def test_what_is_idle_survives_the_process(tmp_path: Path) -> None:
         assert states_of([1, 2, 3]).tobytes() in partial.read_bytes()
 
 
-def test_a_full_disk_loses_only_what_it_hit(
-    tmp_path: Path, full: Callable[[int], None], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_full_disk_is_waited_for(
+    tmp_path: Path, full: Callable[[int], None], caplog: pytest.LogCaptureFixture, threads: int
 ) -> None:
-    with Host(tmp_path, threads=1) as host:
+    """What was captured waits, in the middle of a frame too, and nothing is lost."""
+    with Host(tmp_path, threads=threads) as host:
         host.capture([[1] * 100])
         host.settle()
         full(10_000)
-        for n in range(2, 8):
-            host.capture([[n] * 100])
-            host.settle()
+        host.capture([[n] * 100 for n in range(2, 8)])
+        wait_for(lambda: host.writer.counters()["write_errors"] > 1)
+        assert host.writer.trouble == "No space left on device"
         full(1 << 60)
         host.capture([[8] * 100])
-    counters = host.writer.counters()
-    assert (counters["records"], counters["write_errors"] >= 6, host.released) == (2, True, 8)
-    assert_captured(tmp_path, [[1] * 100, [8] * 100])
-    assert host.directory.partials() == []
+        host.settle()
+        host.writer.drain()
+        assert host.writer.trouble == ""
+    assert_captured(tmp_path, [[n] * 100 for n in range(1, 9)])
+    assert host.released == host.forwards
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
+    assert "New prompts wait for the ring" in caplog.text
+    assert "can be written to again" in caplog.text
 
 
-@pytest.mark.parametrize("code", [5, 28, 122])
-def test_a_write_that_fails_takes_nothing_else_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+def test_the_end_does_not_wait_for_a_full_disk(
+    tmp_path: Path, full: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A broken disk, a full one, a quota: what was written before is sealed, what was not is lost whole."""
-    pwrite, fails = os.pwrite, threading.Event()
+    """What was written before is sealed, the rest is lost whole, and said to be."""
+    with Host(tmp_path) as host:
+        host.capture([[1] * 100])
+        host.settle()
+        full(10_000)
+        host.capture([[n] * 100 for n in range(2, 8)])
+        wait_for(lambda: host.writer.counters()["write_errors"] > 0)
+    assert_captured(tmp_path, [[1] * 100])
+    assert (host.released, host.directory.partials()) == (host.forwards, [])
+    assert "Prompts are lost until this is mended" in caplog.text
+
+
+@pytest.mark.parametrize("code", [2, 13, 30, 116])
+def test_a_disk_that_takes_no_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Unmounted, not allowed, read-only, a stale handle: what is captured waits until it is mended."""
+    opened = os.open
+
+    def fail(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return opened(path, flags, *more, **options)
+
+    with Host(tmp_path) as host:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.open", fail)
+            host.capture([[1, 2, 3]])
+            wait_for(lambda: host.writer.counters()["write_errors"] > 0)
+            assert (host.writer.trouble, host.released) == (os.strerror(code), 0)
+        host.capture([[4, 5]])
+    assert_captured(tmp_path, [[1, 2, 3], [4, 5]])
+
+
+def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's thread never waits for it; nothing is lost, however long the queue gets."""
+    pwrite, fsync = os.pwrite, os.fsync
+
+    def slow(real: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any) -> Any:
+            time.sleep(0.1)
+            return real(*arguments)
+
+        return slow
+
+    prompts = [[n] * 100 for n in range(20)]
+    with Host(tmp_path, shard_bytes=100_000) as host:
+        monkeypatch.setattr("os.pwrite", slow(pwrite))
+        monkeypatch.setattr("os.fsync", slow(fsync))
+        submit, waited_s = host.writer.submit, []
+
+        def timed(flight: Any) -> None:
+            began = time.monotonic()
+            submit(flight)
+            waited_s.append(time.monotonic() - began)
+
+        monkeypatch.setattr(host.writer, "submit", timed)
+        for ids in prompts:
+            host.capture([ids])
+        assert host.writer.counters()["queue"] > 5
+        assert sorted(waited_s)[len(waited_s) // 2] < 0.05
+    assert_captured(tmp_path, prompts)
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the next write fail with an error."""
+    pwrite, codes = os.pwrite, list[int]()
 
     def fail_once(descriptor: int, data: memoryview, at: int) -> int:
-        if fails.is_set():
-            fails.clear()
-            raise OSError(code, os.strerror(code))
+        if codes:
+            raise OSError(codes[0], os.strerror(codes.pop()))
         return pwrite(descriptor, data, at)
 
     monkeypatch.setattr("os.pwrite", fail_once)
+    return codes.append
+
+
+@pytest.mark.parametrize("code", [28, 122])
+def test_a_disk_that_is_full_for_a_moment(tmp_path: Path, fails: Callable[[int], None], code: int) -> None:
+    prompts = [[n] * 100 for n in range(10)]
+    with Host(tmp_path, threads=1) as host:
+        host.capture(prompts[:5])
+        host.settle()
+        fails(code)
+        host.capture(prompts[5:])
+        host.settle()
+    assert_captured(tmp_path, prompts)
+    assert host.writer.counters()["write_errors"] == 1
+
+
+def test_a_write_that_fails_takes_nothing_else_along(tmp_path: Path, fails: Callable[[int], None]) -> None:
+    """A broken disk: what was written before is sealed, what was not is lost whole."""
     prompts = [[n] * 100 for n in range(10)]
     with Host(tmp_path, threads=1) as host:
         host.capture(prompts)
         host.settle()
-        fails.set()
+        fails(5)
         host.capture([[20] * 100])
         wait_for(lambda: host.writer.counters()["shards"] == 1)
         assert_captured(tmp_path, prompts)
@@ -602,7 +687,6 @@ def test_a_torn_frame_that_cannot_be_cut_off(
         with monkeypatch.context() as patch:
             patch.setattr("os.ftruncate", fail)
             host.capture([[2] * 100])
-            host.settle()
             host.writer.drain()
         full(1 << 60)
         assert host.directory.shards() == host.directory.partials() == []
