@@ -8,7 +8,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = [
     path
-    for package in (ROOT / "capture" / "hashtap", ROOT / "kernels" / "hashtap_kernels")
+    for package in (
+        ROOT / "capture" / "hashtap",
+        ROOT / "capture" / "hashtap" / "trainers",
+        ROOT / "kernels" / "hashtap_kernels",
+    )
     for path in sorted(package.glob("*.py"))
     if path.stem not in ("__init__", "__main__")
 ]

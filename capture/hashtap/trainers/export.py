@@ -1,0 +1,171 @@
+"""Writes captures as the files that a trainer reads: resumable, a few samples in memory at a time.
+
+A sample's file appears under its name only when it is whole. Beside the samples lie ``hashtap-export.json``, the notes
+(layer ids, norm, fields, where all of it comes from), and ``hashtap-samples.jsonl``, which sample is in which file.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from xxhash import xxh3_128_hexdigest
+
+from hashtap.errors import MismatchError, UsageError
+from hashtap.progress import Display, Snapshot
+from hashtap.trainers.arrow import write_arrow
+from hashtap.trainers.notes import NOTES_NAME, SAMPLES_NAME, notes_of, sample_lines
+from hashtap.trainers.source import TrainerSource
+from hashtap.trainers.targets import Fields
+from hashtap.trainers.whole_file import PARTIAL, write_whole
+
+__all__ = ["Exported", "export"]
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export did. ``written`` and ``skipped`` are samples; ``missing`` were not captured."""
+
+    samples: int
+    written: int
+    skipped: int
+    missing: int
+    tokens: int
+    layer_ids: list[int]
+    notes: str
+
+
+def export(
+    source: TrainerSource, out: Path, *, threads: int = 2, states: bool = True, display: Display | None = None
+) -> Exported:
+    """Write every sample of ``source`` into ``out``, but for those that an earlier call has finished.
+
+    Args:
+        threads: how many samples are read and written at a time; each takes about three times its states in memory.
+        states: whether states are written; without them only what the trainer needs besides (speculators' Arrow files).
+        display: is shown the progress.
+
+    Raises:
+        UsageError: when ``out`` cannot be written to, holds something else, or another export is writing to it.
+        MismatchError: when ``out`` holds another export.
+        FormatError: when a capture is damaged; what was written stays.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _alone(out):
+            return _export(source, out, threads, states, display)
+    except OSError as error:
+        raise UsageError(f"cannot write to {error.filename or out}: {error.strerror or error}") from None
+
+
+def _export(source: TrainerSource, out: Path, threads: int, states: bool, display: Display | None) -> Exported:
+    lines = b"".join(sample_lines(source))
+    notes = json.dumps(notes_of(source, xxh3_128_hexdigest(lines), states), indent=1).encode() + b"\n"
+    _begin(out, notes, lines)
+    finished = [not states or (out / source.target.file(index)).exists() for index in range(len(source))]
+    todo = [index for index, there in enumerate(finished) if not there]
+    total, started, done = sum(source.lengths), time.monotonic(), 0
+    for count, index in enumerate(_at_once(todo, threads, lambda index: _write_sample(source, index, out)), 1):
+        done += source.lengths[index]
+        if display is not None:
+            row_bytes = source.facts.geometry.row_bytes
+            seconds = time.monotonic() - started
+            display.show(Snapshot(len(todo), count, 0, total, done, done * row_bytes, None, seconds, "exporting"))
+    if source.target.name == "speculators":
+        write_arrow(_ids_and_masks(source, out, states), out, xxh3_128_hexdigest(notes)[:16])
+    skipped = len(source) - len(todo) if states else 0
+    return Exported(
+        len(source), len(todo), skipped, len(source.missing), total, source.layer_ids, str(out / NOTES_NAME)
+    )
+
+
+def _begin(out: Path, notes: bytes, lines: bytes) -> None:
+    """Make ``out`` this export's own, or see that it is."""
+    path = out / NOTES_NAME
+    if path.exists():
+        if path.read_bytes() == notes:
+            return
+        theirs, ours = json.loads(path.read_bytes()), json.loads(notes)
+        differ = sorted(name for name in ours if ours[name] != theirs.get(name))
+        raise MismatchError(
+            f"{out} holds another export: it differs in {', '.join(differ)} ({path}). Give an empty folder, or remove "
+            "that one"
+        )
+    strange = {entry.name for entry in out.iterdir() if not entry.name.endswith(PARTIAL)} - {SAMPLES_NAME}
+    if strange:
+        raise UsageError(f"{out} is not empty, {min(strange)} is in it: give an empty folder")
+    write_whole(out / SAMPLES_NAME, lambda file: file.write(lines))
+    write_whole(path, lambda file: file.write(notes))
+
+
+def _write_sample(source: TrainerSource, index: int, out: Path) -> None:
+    fields = source[index]
+    path = out / source.target.file(index)
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".safetensors":
+        write_whole(path, lambda file: file.write(_safetensors(fields)))
+    else:
+        write_whole(path, lambda file: torch.save(fields, file))
+
+
+def _ids_and_masks(source: TrainerSource, out: Path, states: bool) -> Iterator[tuple[Ids, Ids]]:
+    """Of each sample, from its file where that was written: far less to read than the capture."""
+    for index in range(len(source)):
+        mask = source.loss_mask(index)
+        assert mask is not None, "refused by the source"
+        if states:
+            with safe_open(out / source.target.file(index), framework="np") as file:
+                yield file.get_tensor("token_ids"), mask
+        else:
+            yield source.token_ids(index), mask
+
+
+def _safetensors(fields: Fields) -> bytes:
+    return save({name: value for name, value in fields.items() if isinstance(value, torch.Tensor)})
+
+
+def _at_once(indices: list[int], threads: int, work: Callable[[int], None]) -> Iterator[int]:
+    """The indices in order, each after ``work`` was done for it, ``threads`` of them at a time."""
+    ahead: deque[tuple[int, Future[None]]] = deque()
+    with ThreadPoolExecutor(threads, "hashtap-export") as pool:
+        try:
+            for index in indices:
+                ahead.append((index, pool.submit(work, index)))
+                if len(ahead) > threads:
+                    done, future = ahead.popleft()
+                    future.result()
+                    yield done
+            while ahead:
+                done, future = ahead.popleft()
+                future.result()
+                yield done
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two exports into one folder would write the same partial files."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+        os.fsync(descriptor)
+    except BlockingIOError:
+        raise UsageError(f"another export is writing to {out}: wait for it, or give another folder") from None
+    finally:
+        os.close(descriptor)
