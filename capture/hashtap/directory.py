@@ -20,6 +20,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "CaptureDirectory",
     "host_name",
+    "place_first",
     "shard_name",
     "sync_directory",
 ]
@@ -123,6 +124,17 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def place_first(draft: Path, path: Path) -> None:
+    """Give a whole file its name, unless another was faster. OSError when it cannot be; the draft may be left."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    except OSError:
+        # A file system without hard links: rename is atomic too, and the file was missing a moment ago.
+        draft.rename(path)
+
+
 def _write_identity(path: Path) -> None:
     """Write the identity file under a name of its own, then link it into place: first one wins."""
     facts = {
@@ -136,13 +148,7 @@ def _write_identity(path: Path) -> None:
             file.write(json.dumps(facts) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.link(draft, path / IDENTITY_FILE)
-        except FileExistsError:
-            pass
-        except OSError:
-            # A file system without hard links: rename is atomic too, and the file was missing a moment ago.
-            draft.rename(path / IDENTITY_FILE)
+        place_first(draft, path / IDENTITY_FILE)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ complete. The sealed shard is written beside the partial file, which goes last: 
 """
 
 import fcntl
+import glob
 import logging
 import mmap
 import os
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 
-from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, host_name, sync_directory
+from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, host_name, place_first, sync_directory
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.logs import log
@@ -27,6 +29,7 @@ from hashtap.shard import Shard, index_row, read_shard, sealed_header, trailer_w
 __all__ = ["TORN_SUFFIX", "Recovery", "describe", "recover"]
 
 TORN_SUFFIX = ".torn"
+_DRAFT_SUFFIX = ".recovering"
 _NEWBORN_S = 60.0  # how long an empty file may be one whose writer has not locked it yet
 
 
@@ -175,15 +178,18 @@ def _recover(directory: CaptureDirectory, partial: Path, descriptor: int, like: 
         records = whole_records(frames, facts, _sealed(directory, facts.epoch))
         # Frames without a record are of use to one that goes on in a later file of the same writer.
         goes_on = any(_run_of(later) == _run_of(partial) for later in directory.partials() if later > partial)
-        if not frames or not (records or goes_on):
+        if frames and (records or goes_on):
+            _write_shard(target, facts, frames, records)
+        elif not target.exists():  # where locks do not work another may have been faster
             partial.rename(target.with_name(target.name + TORN_SUFFIX))
             return Recovery(partial.name, "set aside", "no prompt is whole in it", torn_bytes=size)
-        _write_shard(target, facts, frames, records)
     if torn:
         with target.with_name(target.name + TORN_SUFFIX).open("wb") as file:
             for piece in torn:
                 file.write(piece.data)
-    partial.unlink()
+    for draft in directory.path.glob(glob.escape(f".{target.name}.") + "*" + _DRAFT_SUFFIX):
+        draft.unlink(missing_ok=True)  # of a recovery that was killed
+    partial.unlink(missing_ok=True)
     return Recovery(
         partial.name,
         "recovered",
@@ -214,8 +220,11 @@ def _sealed(directory: CaptureDirectory, epoch: str) -> list[Shard]:
 
 
 def _write_shard(path: Path, facts: ShardFacts, frames: Sequence[Whole], records: Sequence[tuple[int, ...]]) -> None:
-    """Write a sealed shard of these frames: under another name first, so that it appears whole."""
-    draft = path.with_name(f".{path.name}.recovering")
+    """Write a sealed shard of these frames: under a name of its own first, so that it appears whole.
+
+    Where locks do not work others may be at it too. The first one wins: to the others its records are duplicates.
+    """
+    draft = path.with_name(f".{path.name}.{uuid4().hex}{_DRAFT_SUFFIX}")
     rows, offset = [], 0
     for frame in frames:
         rows.append(index_row(frame.header, offset))
@@ -230,7 +239,7 @@ def _write_shard(path: Path, facts: ShardFacts, frames: Sequence[Whole], records
             file.write(index + table + trailer_words(head, index, table))
             file.flush()
             os.fsync(file.fileno())
-        draft.rename(path)
+        place_first(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     sync_directory(path.parent)

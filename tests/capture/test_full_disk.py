@@ -1,14 +1,9 @@
 """A disk that is really full: a tmpfs of 50 MB, mounted in a namespace of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.tmpfs import on_tmpfs
 
 CHILD = """
 import json, logging, os, sys, time
@@ -61,21 +56,9 @@ print(json.dumps(answer))
 """
 
 
-def in_namespace(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.run(
-        ["unshare", "-Urm", *command], capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
-
-
 def test_a_disk_that_fills_up_and_is_emptied(tmp_path: Path) -> None:
     """What is captured while it is full waits, which is counted and told; then all of it is there."""
-    mount = f"mount -t tmpfs -o size=50m none {tmp_path}"
-    if (tried := in_namespace(["sh", "-c", mount])).returncode:
-        pytest.skip(f"this kernel mounts nothing without root: {tried.stderr.strip()}")
-    run = in_namespace(["sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", CHILD, str(tmp_path)])
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
+    answer = json.loads(on_tmpfs(tmp_path, 50, "-c", CHILD, str(tmp_path)))
     counters = answer["counters"]
     assert (answer["ok"], answer["released"], answer["partials"]) == (True, True, 0)
     assert answer["captured"] == list(range(1, answer["sent"] + 1))

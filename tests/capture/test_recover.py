@@ -12,6 +12,7 @@ import pytest
 from tests.capture.build import Host, states_of
 from tests.capture.test_crash import PROMPTS, announced, die_at
 
+import hashtap.recover
 from hashtap.directory import CaptureDirectory
 from hashtap.reader import Reader
 from hashtap.recover import Recovery, recover
@@ -143,6 +144,75 @@ def test_where_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_captured(tmp_path, PROMPTS)
 
 
+def test_where_locks_are_granted_and_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: nobody is ever refused. The process id decides there too."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    die(tmp_path, PROMPTS[:2])
+    with Host(tmp_path) as host:
+        host.capture(PROMPTS[2:])
+        host.settle()
+        (live,) = (path for path in host.directory.partials() if f"-{os.getpid()}-" in path.name)
+        before = live.read_bytes()
+        states = {recovery.state: recovery for recovery in recover(host.directory)}
+        assert set(states) == {"recovered", "live"}
+        assert f"there is a process {os.getpid()}" in states["live"].detail
+        assert live.read_bytes() == before
+    assert_captured(tmp_path, PROMPTS)
+
+
+@pytest.mark.parametrize("where", ["whole_frames", "_sealed", "whole_records", "_write_shard", "place_first"])
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_two_recoveries_of_one_file_where_locks_are_useless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, links: bool
+) -> None:
+    """While one is at it another does it all: whatever the moment, nothing is lost or listed twice."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    if not links:
+        monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(1, "Operation not permitted")))
+    partial = die(tmp_path, PROMPTS, codec="none")
+    os.truncate(partial, partial.stat().st_size - 64)
+    real = getattr(hashtap.recover, where)
+
+    def overtaken(*arguments: object) -> object:
+        monkeypatch.setattr(hashtap.recover, where, real)
+        assert recovered(tmp_path).records == 3
+        return real(*arguments)
+
+    monkeypatch.setattr(hashtap.recover, where, overtaken)
+    recover(CaptureDirectory.open(tmp_path))
+    assert_captured(tmp_path, PROMPTS[:3])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    shard = partial.name.removesuffix(".partial")
+    assert names == sorted(["hashtap.json", shard, f"{shard}.torn"])
+
+
+def test_a_second_recovery_that_dies_where_locks_are_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins to write when the first has written all and not yet given it its name."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    die(tmp_path, PROMPTS)
+    fsync, opened = os.fsync, Path.open
+
+    def die_when_opened(path: Path, *arguments: object, **options: object) -> object:
+        file = opened(path, *arguments, **options)  # type: ignore[call-overload]
+        if ".recovering" in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return file
+
+    def overtaken(descriptor: int) -> None:
+        fsync(descriptor)
+        monkeypatch.setattr(os, "fsync", fsync)
+        if (child := os.fork()) == 0:
+            monkeypatch.setattr(Path, "open", die_when_opened)
+            recover(CaptureDirectory.open(tmp_path))
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    assert recovered(tmp_path).records == 4
+    assert_captured(tmp_path, PROMPTS)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_another_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     die(tmp_path, PROMPTS)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
@@ -251,7 +321,7 @@ def test_death_at_every_step_of_the_writer(tmp_path: Path) -> None:
 
 
 def test_death_at_every_step_of_a_recovery(tmp_path: Path) -> None:
-    steps = ("os.open", "os.fsync", "pathlib.Path.rename", "pathlib.Path.open", "pathlib.Path.unlink", "os.close")
+    steps = ("os.open", "os.fsync", "os.link", "pathlib.Path.open", "pathlib.Path.unlink", "os.close")
     for number in range(100):
         path = tmp_path / str(number)
         partial = die(path, PROMPTS, codec="none")
@@ -275,6 +345,7 @@ def test_death_at_every_step_of_a_recovery(tmp_path: Path) -> None:
         assert_captured(path, PROMPTS[:3])
         assert CaptureDirectory.open(path).partials() == []
         assert len(list(path.glob("*.torn"))) == 1
+        assert list(path.glob("*.recovering")) == []
         if not died:
             assert number > 8
             return
