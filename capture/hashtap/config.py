@@ -40,8 +40,10 @@ class CaptureConfig:
     capture_layers: tuple[int, ...] | None = _option(
         None, "boundaries of the auxiliary layers: b = the residual stream after b decoder layers [2 n/2 n-3]", _layers
     )
-    capture_final: str = _option(
-        "post", "the final state: after the final norm, as lm_head reads it", choices=("post",)
+    capture_final: Literal["post", "pre", "both"] = _option(
+        "post",
+        "the final state: after the final norm, as lm_head reads it, before it, or both of them",
+        choices=("post", "pre", "both"),
     )
     capture_requests: str = _option(
         "tagged",
@@ -76,10 +78,13 @@ class CaptureConfig:
             if not low <= value <= high:
                 raise UsageError(f"{_flag(key)} {value} is out of range: give a number from {low:g} to {high}")
         layers = self.capture_layers
-        if layers is not None and (not 1 <= len(layers) <= 7 or list(layers) != sorted(set(layers)) or layers[0] < 0):
+        if layers is None:
+            return
+        most = 6 if self.capture_final == "both" else 7
+        if not 1 <= len(layers) <= most or list(layers) != sorted(set(layers)) or layers[0] < 0:
             raise UsageError(
-                f"--capture-layers {' '.join(map(str, layers))}: give 1 to 7 different boundaries in rising order, "
-                "each the number of decoder layers below it"
+                f"--capture-layers {' '.join(map(str, layers))}: give 1 to {most} different boundaries in rising "
+                "order, each the number of decoder layers below it"
             )
 
     @property

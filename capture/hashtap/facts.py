@@ -3,17 +3,21 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hashtap.directory import FORMAT_VERSION
 from hashtap.errors import FormatError
 from hashtap_kernels.layout import Dtype, Geometry
 
-__all__ = ["DTYPE_NAME", "ShardFacts"]
+__all__ = ["DTYPE_NAME", "FINAL_STATES", "FinalNorm", "ShardFacts"]
 
 DTYPE_NAME = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16", Dtype.FP32: "float32", Dtype.FP8_E4M3: "float8_e4m3fn"}
 _DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAME.items()}
 _LAYOUT = "token,layer,hidden"
+
+FinalNorm = Literal["post", "pre", "both"]
+FINAL_STATES: Mapping[str, tuple[str, ...]] = {"post": ("post",), "pre": ("pre",), "both": ("pre", "post")}
+"""The final states at the end of the layer axis, by ``final_norm``: after the final norm, before it, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,9 @@ class ShardFacts:
         model: the model's name, as the server calls it.
         epoch: which weights.
         boundaries: the auxiliary layers, as boundaries, in the order of the layer axis; the final state comes last.
-        final_norm: whether the final state was taken after ("post") or before ("pre") the final norm.
-        geometry: L (the final state included), H and element type.
+        final_norm: whether the final state was taken after ("post") or before ("pre") the final norm; with "both" the
+            last two layers are the state before it and the state after it.
+        geometry: L (the final states included), H and element type.
         seed: of the proofs.
         directory_uuid: the capture directory that it was written to.
         writer: uuid hex of the writing run.
@@ -37,7 +42,7 @@ class ShardFacts:
     model: str
     epoch: str
     boundaries: tuple[int, ...]
-    final_norm: Literal["post", "pre"]
+    final_norm: FinalNorm
     geometry: Geometry
     seed: tuple[int, int]
     directory_uuid: str
@@ -47,16 +52,24 @@ class ShardFacts:
     server_flags: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if len(self.boundaries) + 1 != self.geometry.layers:
-            raise ValueError(f"boundaries {self.boundaries} and the final state are not {self.geometry.layers} layers")
-        if self.final_norm not in ("post", "pre"):
-            raise ValueError(f"final_norm is {self.final_norm!r}, not 'post' or 'pre'")
+        if self.final_norm not in FINAL_STATES:
+            raise ValueError(f"final_norm is {self.final_norm!r}, not one of {', '.join(FINAL_STATES)}")
+        if len(self.boundaries) + len(self.finals) != self.geometry.layers:
+            raise ValueError(
+                f"boundaries {self.boundaries} and the final state ({self.final_norm}) are not {self.geometry.layers} "
+                "layers"
+            )
+
+    @property
+    def finals(self) -> tuple[str, ...]:
+        """The final states at the end of the layer axis: ``("post",)``, ``("pre",)`` or ``("pre", "post")``."""
+        return FINAL_STATES[self.final_norm]
 
     def layer_name(self, layer: int) -> str:
         """What layer ``layer`` of the layer axis is: ``"boundary 15"`` or ``"final (post-norm)"``."""
         if layer < len(self.boundaries):
             return f"boundary {self.boundaries[layer]}"
-        return f"final ({self.final_norm}-norm)"
+        return f"final ({self.finals[layer - len(self.boundaries)]}-norm)"
 
     def to_metadata(self) -> dict[str, str]:
         """The facts as safetensors metadata, strings only."""
@@ -99,9 +112,6 @@ class ShardFacts:
             text = {name.removeprefix("hashtap."): value for name, value in metadata.items()}
             if text["layout"] != _LAYOUT:
                 raise ValueError(f"layout {text['layout']!r}")
-            final_norm = text["final_norm"]
-            if final_norm != "post" and final_norm != "pre":
-                raise ValueError(f"final_norm {final_norm!r}")
             seed = bytes.fromhex(text["seed"])
             if len(seed) != 16:
                 raise ValueError(f"seed {text['seed']!r}")
@@ -109,7 +119,7 @@ class ShardFacts:
                 model=text["model"],
                 epoch=text["epoch"],
                 boundaries=tuple(int(boundary) for boundary in json.loads(text["boundaries"])),
-                final_norm="post" if final_norm == "post" else "pre",
+                final_norm=cast("FinalNorm", text["final_norm"]),
                 geometry=Geometry(int(text["layers"]), int(text["hidden"]), _DTYPE_OF[text["dtype"]]),
                 seed=(int.from_bytes(seed[:8], "big"), int.from_bytes(seed[8:], "big")),
                 directory_uuid=text["directory"],

@@ -10,7 +10,14 @@ from typing import Any
 
 from hashtap.errors import SetupError
 
-__all__ = ["SETTER", "capture_boundaries", "check_boundaries", "choose_boundaries", "read_boundaries"]
+__all__ = [
+    "SETTER",
+    "capture_boundaries",
+    "check_boundaries",
+    "choose_boundaries",
+    "holder_of_boundaries",
+    "read_boundaries",
+]
 
 SETTER = "set_eagle3_layers_to_capture"
 _LIST = "layers_to_capture"
@@ -107,6 +114,18 @@ def read_boundaries(model: Any) -> tuple[int, ...]:
     if marked is not None and marked != set(found):
         raise SetupError(f"{type(model).__name__} lists boundaries {found} but marks the layers {sorted(marked)}")
     return found
+
+
+def holder_of_boundaries(model: Any) -> Any:
+    """The part of ``model`` that hands out the states: the one with the decoder layers and the final norm.
+
+    Raises:
+        SetupError: when no part or several of them do.
+    """
+    holders = list(_holders(model))
+    if len(holders) != 1:
+        raise SetupError(f"{type(model).__name__}: {len(holders)} of its parts hold {_LIST}, one was expected")
+    return holders[0]
 
 
 def _holders(model: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import hashtap
 from hashtap.config import CaptureConfig
 from hashtap.directory import FORMAT_VERSION, CaptureDirectory
 from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
-from hashtap.facts import DTYPE_NAME, ShardFacts
+from hashtap.facts import DTYPE_NAME, FINAL_STATES, ShardFacts
 from hashtap.handshake import RankReport
 from hashtap.logs import log
 from hashtap.recover import recover
@@ -110,7 +110,8 @@ class Rank:
         if dtype not in _DTYPES:
             raise SetupError(f"states of {dtype} cannot be captured, only {', '.join(_DTYPES)}: give another --dtype")
         try:
-            geometry = Geometry(len(boundaries) + 1, model_config.hidden_size, _DTYPES[dtype])
+            layers = len(boundaries) + len(FINAL_STATES[self.config.capture_final])
+            geometry = Geometry(layers, model_config.hidden_size, _DTYPES[dtype])
         except ValueError as error:
             raise SetupError(f"this model cannot be captured: {error}") from error
         directory = CaptureDirectory.create(self.config.capture_dir)
@@ -118,7 +119,7 @@ class Rank:
             model=str(model_config.model_path),
             epoch="",
             boundaries=boundaries,
-            final_norm="post",
+            final_norm=self.config.capture_final,
             geometry=geometry,
             seed=(randbits(64), randbits(64)),
             directory_uuid=directory.uuid,
@@ -227,14 +228,19 @@ class Rank:
         self._reached, self._receipts = False, None
         return True
 
-    def take(self, input_ids: Any, positions: Any, final: Any, aux: Any) -> None:
+    @property
+    def takes(self) -> bool:
+        """Whether a pass runs that may hold rows to capture."""
+        return self._forward is not None and not self._reached
+
+    def take(self, input_ids: Any, positions: Any, final: Sequence[Any], aux: Any) -> None:
         """The tensors of the pass are alive: capture them.
 
         Args:
             input_ids: int ``[>= T]``, what the pass consumed.
             positions: int ``[>= T]``, where in its prompt each of them stands; None for those of the noted batch.
-            final: ``[>= T, H]``.
-            aux: a list of L-1 tensors ``[>= T, H]`` or one packed ``[>= T, (L-1) H]``.
+            final: tensors ``[>= T, H]``, in the order of :attr:`ShardFacts.finals`.
+            aux: a list of B tensors ``[>= T, H]`` or one packed ``[>= T, B H]``, one for each boundary.
 
         Raises:
             SetupError: when they are not what was set up at the start.
@@ -292,10 +298,10 @@ class Rank:
             if self._watch is not None:
                 self._watch.close()
 
-    def _check_dtypes(self, final: Any, aux: Any) -> None:
+    def _check_dtypes(self, final: Sequence[Any], aux: Any) -> None:
         assert self.session is not None
         expected = DTYPE_NAME[self.session.facts.geometry.dtype]
-        tensors = [final, *(aux if isinstance(aux, list | tuple) else [aux] if aux is not None else [])]
+        tensors = [*final, *(aux if isinstance(aux, list | tuple) else [aux] if aux is not None else [])]
         for tensor in tensors:
             if (found := str(tensor.dtype).removeprefix("torch.")) != expected:
                 raise SetupError(

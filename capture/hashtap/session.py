@@ -34,8 +34,9 @@ Receipt = dict[str, Any]
 class Batch:
     """One prefill forward, rows in the order of its requests (R requests, T rows, maybe padded behind).
 
-    ``aux`` is a list of L-1 tensors ``[>= T, H]`` or one packed ``[>= T, (L-1) * H]``, boundaries in
-    rising order; ``final`` is ``[>= T, H]``; ``input_ids`` and ``positions`` are int64 ``[>= T]``.
+    ``aux`` is a list of B tensors ``[>= T, H]`` or one packed ``[>= T, B * H]``, one for each of the boundaries in
+    rising order; ``final`` is ``[>= T, H]``, or a list of such in the order of :attr:`ShardFacts.finals`; ``input_ids``
+    and ``positions`` are int64 ``[>= T]``.
     """
 
     rids: Sequence[str]  # [R]
@@ -207,17 +208,20 @@ class Session:
 
     def _sources(self, batch: Batch) -> list[Any]:
         """The L tensors ``[>= T, H]`` of a batch; their number is checked here, each by the kernel's contract."""
-        layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
+        asked, hidden = len(self.facts.boundaries), self.facts.geometry.hidden
         aux = batch.aux
         if aux is None:
-            raise ValueError(f"the forward brought no auxiliary layers, {layers - 1} were asked for")
+            raise ValueError(f"the forward brought no auxiliary layers, {asked} were asked for")
         if not isinstance(aux, list | tuple):
-            if aux.ndim != 2 or aux.shape[1] != (layers - 1) * hidden:
-                raise ValueError(f"packed auxiliary states are {tuple(aux.shape)}, not [T, {(layers - 1) * hidden}]")
-            aux = [aux[:, i * hidden : (i + 1) * hidden] for i in range(layers - 1)]
-        if len(aux) != layers - 1:
-            raise ValueError(f"the forward brought {len(aux)} auxiliary layers, {layers - 1} were asked for")
-        return [*aux, batch.final]
+            if aux.ndim != 2 or aux.shape[1] != asked * hidden:
+                raise ValueError(f"packed auxiliary states are {tuple(aux.shape)}, not [T, {asked * hidden}]")
+            aux = [aux[:, i * hidden : (i + 1) * hidden] for i in range(asked)]
+        if len(aux) != asked:
+            raise ValueError(f"the forward brought {len(aux)} auxiliary layers, {asked} were asked for")
+        final = batch.final if isinstance(batch.final, list | tuple) else [batch.final]
+        if len(final) != len(self.facts.finals):
+            raise ValueError(f"the forward brought {len(final)} final states, {len(self.facts.finals)} were asked for")
+        return [*aux, *final]
 
     def _goes_on(self, tracked: Tracked, first_position: int) -> bool:
         """Whether rows that do not begin where the request's rows ended begin a new pass; else the request fails."""

@@ -23,6 +23,7 @@ from hashtap.requests import check_ids, mark_as_warm_up
 from hashtap.targets import HOOKS, Hook, Kind, Process, check_sglang, classes_with_setter, installed_sglang
 
 if TYPE_CHECKING:
+    from hashtap.final_states import FinalStates
     from hashtap.rank import Rank
 
 __all__ = ["register_hooks"]
@@ -84,7 +85,7 @@ class _Launcher:
                 return
             _check_version()
             self._config.export()
-        _turn_radix_cache_off(server_args)
+        _turn_off(server_args, self._config)
         for name, hook in (("launch", self.launch), ("serve", self.serve), ("generate", self.generate)):
             _register(HOOKS[name], hook)
         _apply()
@@ -99,7 +100,7 @@ class _Launcher:
             config = self._config or CaptureConfig.from_env()
         if config is None:
             return original(cls, *args, **kwargs)
-        _turn_radix_cache_off(server_args)
+        _turn_off(server_args, config)
         server_args.resolve_once()
         with self._refusing():
             self._config = config
@@ -180,6 +181,7 @@ class _RankHooks:
 
     def __init__(self, rank: "Rank") -> None:
         self._rank = rank
+        self._final_states: FinalStates | None = None
 
     def register(self) -> None:
         for name in ("load_model", "backends", "forward", "logits", "queue", "prefill", "broadcast"):
@@ -197,6 +199,7 @@ class _RankHooks:
         from sglang.srt.runtime_context import get_parallel, get_schedule
 
         from hashtap.epoch import epoch_name
+        from hashtap.final_states import FinalStates
         from hashtap.layers import capture_boundaries, choose_boundaries
         from hashtap.modes import most_rows_of_a_forward
 
@@ -212,6 +215,7 @@ class _RankHooks:
         with _ending():
             _, root = installed_sglang()
             capture_boundaries(runner.model, boundaries, known=classes_with_setter(root))
+            self._final_states = FinalStates(runner.model, facts.finals, lambda: rank.takes)
             epoch = epoch_name(_fingerprint(runner), 0)
             if parallel.attn_tp_rank == 0:
                 schedule = get_schedule()
@@ -261,8 +265,10 @@ class _RankHooks:
         **kwargs: Any,
     ) -> None:
         """Before the logits: the one place where all tensors of a pass are alive."""
-        with _ending():
-            self._rank.take(input_ids, getattr(logits_metadata, "positions", None), hidden_states, aux_hidden_states)
+        if self._final_states is not None and self._rank.takes:
+            with _ending():
+                final = self._final_states.of(hidden_states)
+                self._rank.take(input_ids, getattr(logits_metadata, "positions", None), final, aux_hidden_states)
 
     def queue(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         self._rank.admit(req)
@@ -360,14 +366,20 @@ def _check_arguments(server_args: Any, config: CaptureConfig) -> Any:
     return arguments
 
 
-def _turn_radix_cache_off(server_args: Any) -> None:
-    if server_args.disable_radix_cache:
-        return
-    try:
-        server_args.disable_radix_cache = True
-    except AttributeError:
-        return  # sealed already: the check of the arguments refuses it
-    log.info("the radix cache is off while capture is on: rows that it serves would never be computed")
+def _turn_off(server_args: Any, config: CaptureConfig) -> None:
+    """Turn off what would keep rows from hashtap, and say so."""
+    off = {"disable_radix_cache": "the radix cache is off while capture is on: rows that it serves are never computed"}
+    if config.capture_final != "post":
+        off["disable_prefill_cuda_graph"] = (
+            "prefill CUDA graphs are off: a replay does not run the hook that reads the state before the final norm"
+        )
+    for argument, line in off.items():
+        if not getattr(server_args, argument):
+            try:
+                setattr(server_args, argument, True)
+            except AttributeError:
+                continue  # sealed already: the checks of the arguments and of the pass refuse it
+            log.info(line)
 
 
 def _fingerprint(runner: Any) -> bytes:

@@ -347,8 +347,9 @@ def test_a_new_epoch_takes_nothing_half_done_along(host: Host) -> None:
         (lambda b: {"aux": torch.cat(b.aux[:2], dim=1)}, r"packed auxiliary states are \(9, 48\), not \[T, 72\]"),
         (lambda b: {"aux": [*b.aux[:2], b.aux[2][:3]]}, "source 2 has 3 rows, the plan reads 4"),
         (lambda b: {"final": b.final[:, :16]}, r"source 3 has shape \(9, 16\)"),
+        (lambda b: {"final": [b.final, b.final]}, "brought 2 final states, 1 were asked for"),
     ],
-    ids=["layer missing", "none", "packed short", "rows missing", "narrow"],
+    ids=["layer missing", "none", "packed short", "rows missing", "narrow", "two finals"],
 )
 def test_a_forward_that_lacks_something_is_an_error(host: Host, spoil: Any, message: str) -> None:
     ids = prompt(14, 4)

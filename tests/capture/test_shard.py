@@ -75,13 +75,18 @@ def test_facts_name_the_layers() -> None:
         "boundary 27",
         "final (post-norm)",
     ]
+    assert facts(boundaries=(2, 15, 27), final_norm="pre").layer_name(3) == "final (pre-norm)"
+    both = facts(boundaries=(2, 15), final_norm="both")
+    assert [both.layer_name(layer) for layer in (2, 3)] == ["final (pre-norm)", "final (post-norm)"]
 
 
 def test_facts_that_contradict_themselves() -> None:
     with pytest.raises(ValueError, match="are not 4 layers"):
         facts(boundaries=(2, 15))
-    with pytest.raises(ValueError, match="not 'post' or 'pre'"):
-        facts(final_norm="both")
+    with pytest.raises(ValueError, match="are not 4 layers"):
+        facts(boundaries=(2, 15, 27), final_norm="both")
+    with pytest.raises(ValueError, match="final_norm is 'before', not one of post, pre, both"):
+        facts(final_norm="before")
 
 
 def test_facts_too_long_for_a_header() -> None:

@@ -60,16 +60,19 @@ def _states(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     return torch.stack([state[0].float() for state in (*boundaries, final)], dim=1)
 
 
-def assert_same_states(captured: torch.Tensor, reference: States, boundaries: Sequence[int]) -> None:
-    """Captured ``[T, L, H]`` are the reference's at ``boundaries`` and after the final norm.
+def assert_same_states(
+    captured: torch.Tensor, reference: States, boundaries: Sequence[int], finals: Sequence[str] = ("post",)
+) -> None:
+    """Captured ``[T, L, H]`` are the reference's at ``boundaries`` and at the final states named.
 
     Every row must point where its reference points, be as long, and be nearer to it than to the rows of the
     neighbouring positions and boundaries, as far as bfloat16 can tell those apart.
     """
     exact, rounded = reference
     last = exact.shape[1] - 1
-    assert captured.shape == (exact.shape[0], len(boundaries) + 1, exact.shape[2])
-    for index, layer in enumerate([*boundaries, last]):
+    layers = [*boundaries, *({"pre": last - 1, "post": last}[final] for final in finals)]
+    assert captured.shape == (exact.shape[0], len(layers), exact.shape[2])
+    for index, layer in enumerate(layers):
         mine, own, noisy = captured[:, index].float(), exact[:, layer], rounded[:, layer]
         _assert_close(_turn(mine, own), 1 - MIN_COSINE, 1 - NOISY_MIN_COSINE, f"layer {index}: 1 - cosine")
         _assert_close(_stretch(mine, own), MAX_NORM_ERROR, NOISY_MAX_NORM_ERROR, f"layer {index}: norm error")

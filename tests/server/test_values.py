@@ -64,6 +64,21 @@ def test_smollm2(tmp_path: Path, boundaries: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("final", ["pre", "both"])
+@pytest.mark.parametrize("model", [models.llama, models.qwen3], ids=["llama", "qwen3"])
+def test_the_state_before_the_final_norm(tmp_path: Path, model: Callable[..., Path], final: str) -> None:
+    captures, prompts = tmp_path / "captures", random_prompts(LENGTHS, seed=40)
+    flags = (*capture_flags(captures, 1, 4, 6), "--capture-final", final)
+    with Server(model(), *COMMON_FLAGS, *flags, threads=2) as server:
+        send_together(server, prompts)
+        found = Served(server, model(), captures, (1, 4, 6)).captured(*prompts)
+    reference = Reference(model(plain=True))
+    for prompt, capture in zip(prompts, found, strict=True):
+        assert capture.final_norm == final
+        assert_same_states(capture.tensor(), reference.states(prompt), (1, 4, 6), capture.facts.finals)
+
+
+@pytest.mark.slow
 def test_boundary_0_is_the_embeddings(tmp_path: Path) -> None:
     boundaries = (0, 3)
     captures = tmp_path / "captures"
