@@ -14,8 +14,12 @@ __all__ = ["GAUGES", "Watch", "line"]
 
 EVERY_S = 5.0
 LINE_EVERY_S = 60.0
-GAUGES = {"queue": "forwards that are not written yet", "ring_used_bytes": "of the ring on the way to disk"}
-"""Counts that also go down; all others only grow."""
+GAUGES = {
+    "queue": "forwards that are not written yet",
+    "ring_used_bytes": "of the ring on the way to disk",
+    "ratio": "states written since the start over their bytes on disk",
+}
+"""Numbers that also go down; all others only grow."""
 
 Counts = Mapping[str, int]
 
@@ -54,7 +58,9 @@ class Watch:
     def _look(self) -> None:
         now = dict(self._counters())
         for name, metric in self._metrics.items():
-            if name in GAUGES:
+            if name == "ratio":
+                metric.set(_ratio(now))
+            elif name in GAUGES:
                 metric.set(now[name])
             else:
                 metric.inc(now[name] - self._shown[name])
@@ -70,14 +76,19 @@ class Watch:
 def line(before: Counts, now: Counts, seconds: float) -> str:
     """What happened between two looks, in one line."""
     new = {name: now[name] - before[name] for name in now}
-    ratio = f", ratio {new['raw_bytes'] / new['stored_bytes']:.3f}" if new["stored_bytes"] else ""
+    ratio = f", ratio {_ratio(new):.3f}" if new["stored_bytes"] else ""
+    sealing = f" in {new['seal_ms'] / new['shards']:,.0f} ms each" if new["shards"] else ""
     trouble = ("dropped", "incomplete", "refused", "duplicates", "failed_proofs", "bad_frames", "write_errors")
     return (
         f"the last {seconds:.0f} s: {new['captured']:,} prompts captured, {new['records']:,} sealed in {new['shards']} "
-        f"shards, {new['rows']:,} rows, {new['raw_bytes'] / seconds / 1e6:,.1f} MB/s{ratio}; {now['queue']} forwards "
-        f"queued, ring {now['ring_used_bytes'] / 1e6:,.1f} MB"
+        f"shards{sealing}, {new['rows']:,} rows, {new['raw_bytes'] / seconds / 1e6:,.1f} MB/s{ratio}; "
+        f"{now['queue']} forwards queued, ring {now['ring_used_bytes'] / 1e6:,.1f} MB"
         + "".join(f", {new[name]:,} {name.replace('_', ' ')}" for name in trouble if new.get(name))
     )
+
+
+def _ratio(counts: Counts) -> float:
+    return counts["raw_bytes"] / counts["stored_bytes"] if counts["stored_bytes"] else 0.0
 
 
 def _metrics(counts: Counts, rank: int) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def _metrics(counts: Counts, rank: int) -> dict[str, Any]:
     from prometheus_client import Counter, Gauge
 
     metrics: dict[str, Any] = {}
-    for name in counts:
+    for name in [*counts, "ratio"]:
         if name in GAUGES:
             gauge = Gauge(f"hashtap_{name}", GAUGES[name], ["rank"], multiprocess_mode="mostrecent")
             metrics[name] = gauge.labels(rank)

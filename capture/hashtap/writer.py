@@ -37,7 +37,7 @@ from hashtap_kernels.layout import HEADER_BYTES, Payload
 __all__ = ["Flight", "Record", "Writer"]
 
 _COUNTS = (
-    *("records", "rows", "raw_bytes", "stored_bytes", "shards"),
+    *("records", "rows", "raw_bytes", "stored_bytes", "shards", "seal_ms"),
     *("failed_proofs", "bad_frames", "write_errors"),
 )
 
@@ -170,7 +170,7 @@ class Writer:
         """Counts since the start, and ``queue``: the forwards that are not written yet.
 
         ``records`` are sealed ones; ``rows``, ``raw_bytes`` and ``stored_bytes`` are of the frames written,
-        ``waste_bytes`` of those among them that belong to no record.
+        ``waste_bytes`` of those among them that belong to no record, ``seal_ms`` the time that sealing took.
         """
         with self._changed:
             ledger = self._ledger
@@ -408,11 +408,16 @@ class Writer:
         if not useful:
             shard.discard()
             return None
+        began = time.monotonic()
         file_bytes = shard.seal([record.row() for record in records])
-        took_s = max(time.monotonic() - shard.opened_at, 1e-3)
+        now = time.monotonic()
+        seal_ms, took_s = round(1000 * (now - began)), max(now - shard.opened_at, 1e-3)
+        with self._changed:
+            self._counts["seal_ms"] += seal_ms
         log.info(
-            "sealed %s: %d records, %d rows, ratio %.3f, %.1f MB/s",
+            "sealed %s: %d records, %d rows, ratio %.3f, %.1f MB/s, %d ms to seal",
             *(shard.path, len(records), shard.rows, shard.raw_bytes / file_bytes, shard.raw_bytes / took_s / 1e6),
+            seal_ms,
         )
         return records
 

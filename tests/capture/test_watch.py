@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 # As SGLang does it: the variable is set first, each process keeps files there, /metrics adds them up.
 CHILD = """
-import sys
+import os, sys, time
 from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from tests.capture.test_session import Host
@@ -25,6 +25,10 @@ host = Host(Path(sys.argv[1]))
 watch = Watch(host.session.counters, rank=3, prometheus=True, every_s=0.01)
 kept = [host.admit(str(n), [n, n + 1, n + 2]) for n in range(5)]
 host.forward(*((str(n), [n, n + 1, n + 2], 0) for n in range(5)))
+kept.append(host.admit("again", [4, 5, 6]))
+host.forward(("again", [4, 5, 6], 0))
+fsync = os.fsync
+os.fsync = lambda descriptor: (time.sleep(0.05), fsync(descriptor))
 host.session.close()
 watch.close()
 registry = CollectorRegistry()
@@ -44,10 +48,13 @@ def test_metrics_as_sglang_shows_them(tmp_path: Path) -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=environment).stdout
     shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("hashtap_"))
     found = {name.partition("{")[0]: float(value) for name, value in shown.items() if 'rank="3"' in name}
-    for name, value in (("captured", 5), ("records", 5), ("rows", 15), ("dropped", 0), ("write_errors", 0)):
+    counted = {"captured": 6, "records": 5, "shards": 1, "rows": 18, "raw_bytes": 18 * 4 * 24 * 2, "duplicates": 1}
+    counted |= dict.fromkeys(("dropped", "write_errors", "bad_frames", "failed_proofs"), 0)
+    for name, value in counted.items():
         assert found[f"hashtap_{name}_total"] == value, name
-    assert found["hashtap_raw_bytes_total"] == 15 * 4 * 24 * 2
     assert (found["hashtap_queue"], found["hashtap_ring_used_bytes"]) == (0, 0)
+    assert found["hashtap_ratio"] == found["hashtap_raw_bytes_total"] / found["hashtap_stored_bytes_total"] > 0
+    assert found["hashtap_seal_ms_total"] >= 50
 
 
 def test_a_line_a_minute_when_something_happened(
@@ -68,11 +75,11 @@ def test_a_line_a_minute_when_something_happened(
 
 
 def test_what_the_line_says() -> None:
-    names = ("captured", "records", "shards", "rows", "raw_bytes", "stored_bytes", "queue", "ring_used_bytes")
-    before = dict.fromkeys((*names, "dropped", "write_errors", "duplicates"), 0)
-    now = before | {"captured": 1200, "records": 1000, "shards": 2, "rows": 5000, "raw_bytes": 3 * 10**9}
+    names = ("captured", "records", "shards", "seal_ms", "rows", "raw_bytes", "stored_bytes", "queue")
+    before = dict.fromkeys((*names, "ring_used_bytes", "dropped", "write_errors", "duplicates"), 0)
+    now = before | {"captured": 1200, "records": 1000, "shards": 2, "seal_ms": 90, "rows": 5000, "raw_bytes": 3 * 10**9}
     now |= {"stored_bytes": 2 * 10**9, "queue": 4, "ring_used_bytes": 5 * 10**6, "dropped": 7}
     assert line(before, now, 60.0) == (
-        "the last 60 s: 1,200 prompts captured, 1,000 sealed in 2 shards, 5,000 rows, 50.0 MB/s, ratio 1.500; "
-        "4 forwards queued, ring 5.0 MB, 7 dropped"
+        "the last 60 s: 1,200 prompts captured, 1,000 sealed in 2 shards in 45 ms each, 5,000 rows, 50.0 MB/s, "
+        "ratio 1.500; 4 forwards queued, ring 5.0 MB, 7 dropped"
     )
