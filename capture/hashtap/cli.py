@@ -16,11 +16,12 @@ from typing import Annotated
 import typer
 
 from hashtap import __version__
+from hashtap.chat import ChatTokenizer
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, UsageError
 from hashtap.estimate import RATIO, Estimate
 from hashtap.extract import Extraction, ExtractOptions
-from hashtap.progress import bar_or_lines
+from hashtap.progress import Snapshot, bar_or_lines
 from hashtap.quarantine import QUARANTINE_NAME
 from hashtap.reader import Reader
 from hashtap.recover import describe, recover
@@ -42,6 +43,17 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
 Epoch = Annotated[str | None, typer.Option(help="Captures of these weights only.", show_default=False)]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Tokenizer of messages and text; the served model's if not given.", show_default=False),
+]
+Template = Annotated[
+    Path | None,
+    typer.Option("--chat-template", help="A template file in place of the tokenizer's.", show_default=False),
+]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer, as Kimi's needs.")
+]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Capture directory.", show_default=False)]
 
 
@@ -66,7 +78,11 @@ def _options(
 @app.command("extract")
 def _extract(
     samples: Annotated[
-        Path, typer.Argument(help='Samples, one {"input_ids": [...]} a line; also .zst.', show_default=False)
+        Path,
+        typer.Argument(
+            help="Samples with input_ids, messages or text: .jsonl, .zst, .parquet, .arrow, or a saved dataset.",
+            show_default=False,
+        ),
     ],
     server: Annotated[str, typer.Option(help="URL of the server.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The server's capture directory.", show_default=False)],
@@ -89,6 +105,9 @@ def _extract(
     api_key: Annotated[
         str | None, typer.Option(envvar="HASHTAP_API_KEY", help="The server's API key.", show_default=False)
     ] = None,
+    tokenizer: Tokenizer = None,
+    chat_template: Template = None,
+    trust_remote_code: RemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Send the samples that are not captured yet, wait until they are sealed."""
@@ -102,6 +121,7 @@ def _extract(
         attempts=attempts,
         seal_wait_s=seal_wait_s,
         api_key=api_key,
+        tokenizer=ChatTokenizer(tokenizer, chat_template=chat_template, trust_remote_code=trust_remote_code),
     )
     display = bar_or_lines(sys.stderr)
     extraction = Extraction(samples, options, display)
@@ -137,10 +157,17 @@ def _verify(
     samples: Annotated[Path | None, typer.Option(help="The samples that must be there.", show_default=False)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Stored checksums, lengths and keys only.")] = False,
     epoch: Epoch = None,
+    tokenizer: Tokenizer = None,
+    chat_template: Template = None,
+    trust_remote_code: RemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Check every record, and that every sample has one."""
-    file = load_samples(samples) if samples is not None else None
+    """Check every record, and that every sample has one; messages and text are tokenised once more for it."""
+    file = None
+    if samples is not None:
+        chats = ChatTokenizer(tokenizer, chat_template=chat_template, trust_remote_code=trust_remote_code)
+        shards = Reader(directory, epoch=epoch, strict=False).shards if tokenizer is None else []
+        file = load_samples(samples, tokenizer=chats.for_model(shards[0].facts.model) if shards else chats)
     expected = ((sample.id, sample.token_ids, b"") for sample in file.samples) if file is not None else None
     report = verify(directory, samples=expected, quick=quick, epoch=epoch)
     unusable = file.bad if file is not None else []
@@ -252,9 +279,14 @@ def _export(
         raise UsageError(f"hashtap export needs {error.name}: pip install {error.name}") from None
     choice = Choice(model, samples, epoch, _boundaries(layers), loss_on_all, skip_missing)
     source = TrainerSource(directory, to, choice)
-    display = bar_or_lines(sys.stderr)
+    row_bytes, all_tokens, display = source.facts.geometry.row_bytes, sum(source.lengths), bar_or_lines(sys.stderr)
+
+    def progress(done: int, samples: int, tokens: int, seconds: float) -> None:
+        raw_bytes = tokens * row_bytes
+        display.show(Snapshot(samples, done, 0, all_tokens, tokens, raw_bytes, None, seconds, "exporting"))
+
     try:
-        exported = export(source, out, threads=threads, states=not no_states, display=display)
+        exported = export(source, out, threads=threads, states=not no_states, progress=progress)
     finally:
         display.close()
     if as_json:

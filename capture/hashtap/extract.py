@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from hashtap.chat import ChatTokenizer
 from hashtap.client import Refused, ServerClient, ServerInfo, TryAgain
 from hashtap.errors import HashtapError, MismatchError, ServerLost, UsageError
 from hashtap.manifest import Manifest
@@ -48,6 +49,7 @@ class ExtractOptions:
         stop_after: give up after so many failed prompts in a row.
         seal_wait_s: send captured prompts again when for so long none of them was sealed.
         api_key: the server's API key, if it wants one.
+        tokenizer: makes ids of messages and text; unless it has a name it is that of the server's model.
     """
 
     server: str
@@ -61,6 +63,7 @@ class ExtractOptions:
     stop_after: int = 20
     seal_wait_s: float = 120.0
     api_key: str | None = None
+    tokenizer: ChatTokenizer = field(default_factory=ChatTokenizer)
 
 
 class Extraction:
@@ -91,7 +94,7 @@ class Extraction:
             info = await client.info()
             store = _open_store(options, client, info)
             _check_layers(options.layers, info)
-            file = load_samples(self._path, info.limits)
+            file = load_samples(self._path, info.limits, options.tokenizer.for_model(info.model))
             for reason, count in file.reasons().items():
                 display.say(f"left out before sending: {count:,} of {file.lines:,} lines, {reason}")
             Manifest.merge(options.out, file.samples, epoch=info.epoch, directory_uuid=info.directory)

@@ -139,7 +139,8 @@ class Manifest:
             if sample_id in self and self.key_of(sample_id) != sample.key:
                 raise UsageError(
                     f"sample id {sample_id!r} (line {sample.line}) stands for another prompt in the manifest; "
-                    "give the sample an id of its own, or use another directory"
+                    "give the sample an id of its own, take the tokenizer and chat template that were used before, "
+                    "or use another directory"
                 )
         kept = self._table.filter(pa.array([sample_id not in new for sample_id in self._ids], pa.bool_()))
         merged = pa.concat_tables([kept, _table(list(new.values()), epoch)])

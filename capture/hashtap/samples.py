@@ -1,28 +1,26 @@
-"""Reads the sample file: one JSON object a line, ``{"input_ids": [...], "id": ..., "loss_mask": [...]}``.
+"""Reads the samples, one a row: ``input_ids`` and maybe ``loss_mask``, or ``messages``, or ``text``; maybe an ``id``.
 
 Every line is judged before anything is sent: one token id outside the vocabulary ends a CPU server,
 and a sample that cannot be captured is worth knowing of at once. A line with a fault becomes a
 :class:`BadSample` with its number and reason; the others are kept in compact arrays (5 bytes a token).
 """
 
-import io
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from hashtap.chat import ChatTokenizer, Untokenised
 from hashtap.errors import UsageError
 from hashtap.identity import prompt_key
+from hashtap.sample_rows import Row, read_rows
 
 __all__ = ["BadSample", "Limits", "Sample", "SampleFile", "load_samples"]
 
-MAX_LINE_BYTES = 256 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
@@ -86,58 +84,50 @@ class _Fault(Exception):
         self.reason, self.detail, self.sample_id = reason, detail, sample_id
 
 
-def load_samples(path: str | Path, limits: Limits | None = None) -> SampleFile:
-    """Read and judge every line of ``path`` (``.jsonl``, or ``.zst`` of it). Blank lines are skipped.
+def load_samples(path: str | Path, limits: Limits | None = None, tokenizer: ChatTokenizer | None = None) -> SampleFile:
+    """Read and judge every row of ``path``: JSON lines, ``.zst`` of them, Parquet, Arrow, or a directory of these two.
 
-    A sample without ``id`` is named by its line number. Of two lines with one id, the second is bad.
+    A row with ``input_ids`` is taken as it is. ``messages`` (with ``tools``) or ``text`` are made ids by ``tokenizer``,
+    and the loss mask of messages is made with them. A sample without ``id`` is named by its number, counted from 1. Of
+    two rows with one id, the second is bad.
 
     Raises:
-        UsageError: when the file cannot be read to its end, or has no line at all.
+        UsageError: when the file cannot be read to its end, has no row at all, or needs a tokenizer that is missing.
     """
     path = Path(path)
     limits = limits or Limits()
+    tokenizer = tokenizer or ChatTokenizer()
     samples: list[Sample] = []
     bad: list[BadSample] = []
     first_line: dict[str, int] = {}
-    try:
-        with _open(path) as file:
-            for number, line in _lines(file, path):
-                try:
-                    sample = _sample(line, number, limits)
-                    if sample.id in first_line:
-                        detail = f"line {first_line[sample.id]} has the same id"
-                        raise _Fault("duplicate id", detail, sample.id)
-                except _Fault as fault:
-                    bad.append(BadSample(number, fault.sample_id, fault.reason, fault.detail))
-                else:
-                    first_line[sample.id] = number
-                    samples.append(sample)
-    except OSError as error:
-        raise UsageError(f"cannot read the sample file {path}: {error.strerror or error}") from None
+    for number, row in read_rows(path):
+        try:
+            sample = _sample(row, number, limits, tokenizer)
+            if sample.id in first_line:
+                detail = f"line {first_line[sample.id]} has the same id"
+                raise _Fault("duplicate id", detail, sample.id)
+        except _Fault as fault:
+            bad.append(BadSample(number, fault.sample_id, fault.reason, fault.detail))
+        else:
+            first_line[sample.id] = number
+            samples.append(sample)
     if not samples and not bad:
         raise UsageError(f'the sample file {path} is empty; write one {{"input_ids": [...]}} a line')
     return SampleFile(path, samples, bad)
 
 
-def _open(path: Path) -> BinaryIO:
-    if path.suffix != ".zst":
-        return path.open("rb")
-    # Unlike zstandard's own reader, pyarrow's raises when the stream is cut short.
-    stream = pa.input_stream(str(path), compression="zstd")
-    return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 20))
+def _sample(row: Row, number: int, limits: Limits, tokenizer: ChatTokenizer) -> Sample:
+    fields = _parsed(row) if isinstance(row, bytes) else row
+    sample_id = _sample_id(fields.get("id"), number)
+    try:
+        ids, mask = _prompt(fields, limits, tokenizer)
+    except _Fault as fault:
+        fault.sample_id = sample_id
+        raise
+    return Sample(sample_id, number, prompt_key(ids), ids, mask)
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        number += 1
-        if len(line) == MAX_LINE_BYTES:
-            raise UsageError(f"line {number} of {path} is longer than {MAX_LINE_BYTES} bytes; is it JSON lines?")
-        if not line.isspace():
-            yield number, line
-
-
-def _sample(line: bytes, number: int, limits: Limits) -> Sample:
+def _parsed(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line.rstrip())
     except RecursionError:
@@ -148,14 +138,47 @@ def _sample(line: bytes, number: int, limits: Limits) -> Sample:
         raise _Fault("malformed JSON", str(error)) from None
     if not isinstance(fields, dict):
         raise _Fault("malformed JSON", f"a line is one object, not {_kind(fields)}")
-    sample_id = _sample_id(fields.get("id"), number)
-    try:
-        ids = _token_ids(fields.get("input_ids"), limits)
-        mask = _loss_mask(fields.get("loss_mask"), len(ids))
-    except _Fault as fault:
-        fault.sample_id = sample_id
-        raise
-    return Sample(sample_id, number, prompt_key(ids), ids, mask)
+    return fields
+
+
+def _prompt(
+    fields: dict[str, Any], limits: Limits, tokenizer: ChatTokenizer
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
+    """Token ids and loss mask; those that the row gives, or what the tokenizer makes of its messages or text."""
+    ids, mask = fields.get("input_ids"), fields.get("loss_mask")
+    if ids is None and not fields.keys().isdisjoint(("messages", "text")):
+        if mask is not None:
+            raise _Fault("bad loss_mask", "a loss_mask needs input_ids: that of messages comes from their turns")
+        try:
+            if (messages := fields.get("messages")) is not None:
+                ids, mask = tokenizer.chat(_messages(messages), _tools(fields.get("tools")))
+            elif (text := fields.get("text")) is not None:
+                ids = tokenizer.text(_text(text))
+        except Untokenised as trouble:
+            raise _Fault(trouble.reason, trouble.detail) from None
+    tokens = _token_ids(ids, limits)
+    return tokens, _loss_mask(mask, len(tokens))
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise _Fault("bad messages", f"messages must be a list of one or more, not {_kind(value)}")
+    for at, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _Fault("bad messages", f"message {at} must be an object with a role, not {_kind(message)}")
+    return value
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if value is not None and not isinstance(value, list):
+        raise _Fault("bad tools", f"tools must be a list, not {_kind(value)}")
+    return value or None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Fault("bad text", f"text must be a string, not {_kind(value)}")
+    return value
 
 
 def _sample_id(value: Any, number: int) -> str:
@@ -170,7 +193,7 @@ def _sample_id(value: Any, number: int) -> str:
 
 def _token_ids(value: Any, limits: Limits) -> npt.NDArray[np.int32]:
     if value is None:
-        raise _Fault("no input_ids", "the line has no input_ids")
+        raise _Fault("no input_ids", "the line has no input_ids, messages or text")
     if not isinstance(value, list):
         raise _Fault("bad input_ids", f"input_ids must be a list, not {_kind(value)}")
     if not value:
@@ -210,5 +233,5 @@ def _other_than_int(values: list[Any]) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 40 else f"{text[:37]}..."

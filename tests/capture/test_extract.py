@@ -211,7 +211,7 @@ def test_unusable_lines_are_counted_and_never_sent(tmp_path: Path) -> None:
     good = prompts(40)
     out_of_vocabulary = [{"id": f"v-{n}", "input_ids": [1, VOCAB_SIZE]} for n in range(25)]
     too_long = [{"id": f"l-{n}", "input_ids": [1] * CONTEXT_LENGTH} for n in range(20)]
-    no_ids = [{"id": f"n-{n}", "text": "not tokenised"} for n in range(15)]
+    no_ids = [{"id": f"n-{n}", "prompt": "not known"} for n in range(15)]
     log = Log()
     with Peer(tmp_path / "captures") as peer:
         summary = extract(write(tmp_path / "s.jsonl", [*no_ids, *good, *out_of_vocabulary, *too_long]), peer, log=log)
