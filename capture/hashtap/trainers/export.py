@@ -14,18 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from xxhash import xxh3_128_hexdigest
 
 from hashtap.errors import MismatchError, UsageError
-from hashtap.progress import Display, Snapshot
 from hashtap.trainers.arrow import write_arrow
-from hashtap.trainers.notes import NOTES_NAME, SAMPLES_NAME, notes_of, sample_lines
+from hashtap.trainers.notes import NOTES_NAME, SAMPLES_NAME, differences, notes_of, sample_lines
 from hashtap.trainers.source import TrainerSource
 from hashtap.trainers.targets import Fields
 from hashtap.trainers.whole_file import PARTIAL, write_whole
@@ -33,6 +32,8 @@ from hashtap.trainers.whole_file import PARTIAL, write_whole
 __all__ = ["Exported", "export"]
 
 Ids = npt.NDArray[np.int64]
+Progress = Callable[[int, int, int, float], None]
+"""Is told the samples written, those to write, the tokens written, and the seconds it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class Exported:
 
 
 def export(
-    source: TrainerSource, out: Path, *, threads: int = 2, states: bool = True, display: Display | None = None
+    source: TrainerSource, out: Path, *, threads: int = 2, states: bool = True, progress: Progress | None = None
 ) -> Exported:
     """Write every sample of ``source`` into ``out``, but for those that an earlier call has finished.
 
     Args:
         threads: how many samples are read and written at a time; each takes about three times its states in memory.
         states: whether states are written; without them only what the trainer needs besides (speculators' Arrow files).
-        display: is shown the progress.
+        progress: is told how far it is.
 
     Raises:
         UsageError: when ``out`` cannot be written to, holds something else, or another export is writing to it.
@@ -66,49 +67,46 @@ def export(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _alone(out):
-            return _export(source, out, threads, states, display)
+            return _export(source, out, threads, states, progress)
     except OSError as error:
         raise UsageError(f"cannot write to {error.filename or out}: {error.strerror or error}") from None
 
 
-def _export(source: TrainerSource, out: Path, threads: int, states: bool, display: Display | None) -> Exported:
-    lines = b"".join(sample_lines(source))
-    notes = json.dumps(notes_of(source, xxh3_128_hexdigest(lines), states), indent=1).encode() + b"\n"
-    _begin(out, notes, lines)
+def _export(source: TrainerSource, out: Path, threads: int, states: bool, progress: Progress | None) -> Exported:
+    notes = notes_of(source, states)
+    _begin(out, notes, sample_lines(source))
     finished = [not states or (out / source.target.file(index)).exists() for index in range(len(source))]
     todo = [index for index, there in enumerate(finished) if not there]
-    total, started, done = sum(source.lengths), time.monotonic(), 0
-    for count, index in enumerate(_at_once(todo, threads, lambda index: _write_sample(source, index, out)), 1):
-        done += source.lengths[index]
-        if display is not None:
-            row_bytes = source.facts.geometry.row_bytes
-            seconds = time.monotonic() - started
-            display.show(Snapshot(len(todo), count, 0, total, done, done * row_bytes, None, seconds, "exporting"))
+    started, tokens = time.monotonic(), 0
+    for done, index in enumerate(_at_once(todo, threads, lambda index: _write_sample(source, index, out)), 1):
+        tokens += source.lengths[index]
+        if progress is not None:
+            progress(done, len(todo), tokens, time.monotonic() - started)
     if source.target.name == "speculators":
-        write_arrow(_ids_and_masks(source, out, states), out, xxh3_128_hexdigest(notes)[:16])
+        write_arrow(_ids_and_masks(source, out, states), out, notes["hash of the samples"][:16])
     skipped = len(source) - len(todo) if states else 0
+    tokens = sum(source.lengths)
     return Exported(
-        len(source), len(todo), skipped, len(source.missing), total, source.layer_ids, str(out / NOTES_NAME)
+        len(source), len(todo), skipped, len(source.missing), tokens, source.layer_ids, str(out / NOTES_NAME)
     )
 
 
-def _begin(out: Path, notes: bytes, lines: bytes) -> None:
+def _begin(out: Path, notes: dict[str, Any], lines: bytes) -> None:
     """Make ``out`` this export's own, or see that it is."""
-    path = out / NOTES_NAME
+    path, as_bytes = out / NOTES_NAME, json.dumps(notes, indent=1).encode() + b"\n"
     if path.exists():
-        if path.read_bytes() == notes:
-            return
-        theirs, ours = json.loads(path.read_bytes()), json.loads(notes)
-        differ = sorted(name for name in ours if ours[name] != theirs.get(name))
-        raise MismatchError(
-            f"{out} holds another export: it differs in {', '.join(differ)} ({path}). Give an empty folder, or remove "
-            "that one"
-        )
+        if differ := differences(notes, json.loads(path.read_bytes())):
+            raise MismatchError(
+                f"{out} holds another export: it differs in {', '.join(differ)} ({path}). Give an empty folder, or "
+                "remove that one"
+            )
+        write_whole(path, lambda file: file.write(as_bytes))
+        return
     strange = {entry.name for entry in out.iterdir() if not entry.name.endswith(PARTIAL)} - {SAMPLES_NAME}
     if strange:
         raise UsageError(f"{out} is not empty, {min(strange)} is in it: give an empty folder")
     write_whole(out / SAMPLES_NAME, lambda file: file.write(lines))
-    write_whole(path, lambda file: file.write(notes))
+    write_whole(path, lambda file: file.write(as_bytes))
 
 
 def _write_sample(source: TrainerSource, index: int, out: Path) -> None:

@@ -1,25 +1,34 @@
 """What is written beside an export: how to read it, and which sample is where."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hashtap import __version__
-from hashtap.facts import DTYPE_NAME
-from hashtap.trainers.source import TrainerSource
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
-__all__ = ["NOTES_NAME", "SAMPLES_NAME", "notes_of", "sample_lines"]
+from hashtap import __version__
+from hashtap.errors import MismatchError, UsageError
+from hashtap.facts import DTYPE_NAME
+from hashtap.trainers.source import Choice, TrainerSource
+
+__all__ = ["NOTES_NAME", "SAMPLES_NAME", "differences", "notes_of", "sample_lines", "source_of"]
 
 NOTES_NAME = "hashtap-export.json"
 SAMPLES_NAME = "hashtap-samples.jsonl"
+_PLACES = {"hashtap", "captures", "choice", "states"}
+"""Notes that may differ although the samples are the same."""
 _MEANING = {
     "output": "id i is the output of decoder layer i, counted from 0: boundary i + 1",
     "boundary": "id b is the boundary b: the residual stream after b decoder layers",
 }
+_NORM = {
+    "pre": "before the final norm",
+    "post": "after the final norm",
+    "both": "before the final norm, then after it",
+}
 
 
-def notes_of(source: TrainerSource, samples_hash: str, states: bool) -> dict[str, Any]:
+def notes_of(source: TrainerSource, states: bool) -> dict[str, Any]:
     """The notes of an export. Two exports with the same notes have the same files."""
     target, facts = source.target, source.facts
     ids = " ".join(map(str, source.layer_ids))
@@ -27,7 +36,9 @@ def notes_of(source: TrainerSource, samples_hash: str, states: bool) -> dict[str
         "hashtap": __version__,
         "target": target.name,
         "read and tested with": target.release,
+        "captures": str(source.directory.resolve()),
         "directory": source.uuid,
+        "choice": source.choice.to_json(),
         "model": facts.model,
         "weights": facts.epoch,
         "boundaries": list(source.boundaries),
@@ -35,8 +46,8 @@ def notes_of(source: TrainerSource, samples_hash: str, states: bool) -> dict[str
         "layer id means": _MEANING[target.layer_ids],
         "tell the trainer": target.advice.format(ids=ids),
         "final state": {
-            "captured": _norm_words(facts.final_norm),
-            "written": _norm_words("pre" if source.prenorm else "post"),
+            "captured": _NORM[facts.final_norm],
+            "written": _NORM["pre" if source.prenorm else source.final],
             "done": "copied bit by bit" if source.norm is None else f"divided by {source.norm.origin}, in float32",
         },
         "states": "written" if states else "not written: they are read from the capture directory",
@@ -48,7 +59,7 @@ def notes_of(source: TrainerSource, samples_hash: str, states: bool) -> dict[str
         "samples": len(source),
         "tokens": sum(source.lengths),
         "left out": len(source.missing),
-        "hash of the samples": samples_hash,
+        "hash of the samples": xxh3_128_hexdigest(sample_lines(source)),
     }
     if target.name == "speculators" and source.norm is not None and source.norm.one_plus:
         notes["warning"] = (
@@ -57,17 +68,46 @@ def notes_of(source: TrainerSource, samples_hash: str, states: bool) -> dict[str
     return notes
 
 
-def sample_lines(source: TrainerSource) -> Iterator[bytes]:
-    """A JSON line for each sample: its file, name, key and length."""
-    for index, sample in enumerate(source.samples):
-        line = {
-            "file": str(Path(source.target.file(index))),
-            "sample_id": sample.sample_id,
-            "key": sample.key.hex(),
-            "tokens": sample.tokens,
-        }
-        yield json.dumps(line).encode() + b"\n"
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Names of the notes in which two exports differ that are not of the same samples in the same form."""
+    return [name for name in ours if name not in _PLACES and ours[name] != theirs.get(name)]
 
 
-def _norm_words(norm: str) -> str:
-    return "before the final norm" if norm == "pre" else "after the final norm"
+def sample_lines(source: TrainerSource) -> bytes:
+    """A JSON line for each sample: its file, name, key, length and a hash of its loss mask."""
+    return b"".join(
+        json.dumps(
+            {
+                "file": source.target.file(index),
+                "sample_id": sample.sample_id,
+                "key": sample.key.hex(),
+                "tokens": sample.tokens,
+                "loss_mask": None if sample.loss_mask is None else xxh3_64_hexdigest(sample.loss_mask.tobytes()),
+            }
+        ).encode()
+        + b"\n"
+        for index, sample in enumerate(source.samples)
+    )
+
+
+def source_of(out: Path, captures: Path | None = None) -> TrainerSource:
+    """The source that ``out`` was exported from, read anew; from ``captures`` where the directory was moved.
+
+    Raises:
+        UsageError: when ``out`` is no export, or its captures are not there any more.
+        MismatchError: when they are not what was exported: other samples, weights, layers or masks.
+    """
+    try:
+        notes = json.loads((out / NOTES_NAME).read_text())
+        choice, target = Choice.from_json(notes["choice"]), notes["target"]
+        where = captures or Path(notes["captures"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{out} is no export of hashtap ({error}): make it with hashtap export --no-states") from None
+    source = TrainerSource(where, target, choice)
+    ours = notes_of(source, states=True)
+    if differ := differences(ours, notes):
+        raise MismatchError(
+            f"the captures in {where} are not those that {out} was made of: they differ in {', '.join(differ)}. Export "
+            "again into an empty folder"
+        )
+    return source

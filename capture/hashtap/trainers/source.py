@@ -6,7 +6,7 @@ no loss mask.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,17 @@ class Choice:
     loss_on_all: bool = False
     skip_missing: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, paths made absolute."""
+        paths = {name: str(path.resolve()) for name in ("model", "samples") if (path := getattr(self, name))}
+        return {**asdict(self), "layers": None if self.layers is None else list(self.layers), **paths}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Choice":
+        """What :meth:`to_json` gave. TypeError when it is something else."""
+        paths = {name: Path(values[name]) for name in ("model", "samples") if values.get(name)}
+        return cls(**{**values, "layers": tuple(values["layers"]) if values.get("layers") else None, **paths})
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -83,7 +94,9 @@ class TrainerSource(Dataset[Fields]):
         self.facts = self._reader.facts
         self.uuid = self._reader.directory.uuid
         self.boundaries = self.choice.layers or self.facts.boundaries
-        self._layers = _layers(self.target, self.facts, self.boundaries)
+        self.final = _final(self.target, self.facts)
+        """The captured final state that is taken: pre, post, or both."""
+        self._layers = _layers(self.target, self.facts, self.boundaries, self.final)
         self.layer_ids = self.target.ids_of(self.boundaries)
         self.norm = self._norm()
         self.named, self.samples, self.missing = self._listed()
@@ -103,7 +116,7 @@ class TrainerSource(Dataset[Fields]):
     @property
     def prenorm(self) -> bool:
         """Whether the final states that are handed out are those before the final norm."""
-        return self.facts.final_norm == "pre" or self.norm is not None
+        return self.final == "pre" or self.norm is not None
 
     def view(self, index: int) -> View:
         """Sample ``index``, its states in memory of their own. FormatError when its frames are damaged."""
@@ -153,14 +166,8 @@ class TrainerSource(Dataset[Fields]):
 
     def _norm(self) -> FinalNorm | None:
         """The norm that is to be undone; None where the final state is handed out as captured."""
-        captured, wanted = self.facts.final_norm, self.target.final
-        if wanted in ("any", captured):
+        if self.target.final in ("any", self.final):
             return None
-        if wanted == "post":
-            raise UsageError(
-                f"{self.target.name} reads the final state after the final norm, and these captures have it before: "
-                "capture with --capture-final post"
-            )
         if self.choice.model is None:
             raise UsageError(
                 f"{self.target.name} reads the final state before the final norm and applies the norm itself, and "
@@ -224,7 +231,21 @@ class TrainerSource(Dataset[Fields]):
         return False, (Listed(key.hex(), key, count, None) for key, count in tokens.items())
 
 
-def _layers(target: Target, facts: ShardFacts, boundaries: tuple[int, ...]) -> list[int] | None:
+def _final(target: Target, facts: ShardFacts) -> str:
+    """The captured final state that is nearest to what the target reads."""
+    if target.aux_layers is None or len(facts.finals) == 1:
+        final: str = facts.final_norm
+    else:
+        final = "pre" if target.final == "pre" else "post"
+    if (target.final, final) == ("post", "pre"):
+        raise UsageError(
+            f"{target.name} reads the final state after the final norm, and these captures have it before: capture "
+            "with --capture-final post"
+        )
+    return final
+
+
+def _layers(target: Target, facts: ShardFacts, boundaries: tuple[int, ...], final: str) -> list[int] | None:
     """Which places of the layer axis are taken, the final state's last; None for all as they are."""
     captured = list(facts.boundaries)
     if strange := [boundary for boundary in boundaries if boundary not in captured]:
@@ -241,6 +262,6 @@ def _layers(target: Target, facts: ShardFacts, boundaries: tuple[int, ...]) -> l
         )
     if target.name != "safetensors" and facts.geometry.dtype is Dtype.FP8_E4M3:
         raise UsageError(f"{target.name} reads no float8 states: capture bfloat16, or export --to safetensors")
-    if list(boundaries) == captured:
-        return None
-    return [*(captured.index(boundary) for boundary in boundaries), len(captured)]
+    taken = [captured.index(boundary) for boundary in boundaries]
+    taken += [len(captured) + place for place, state in enumerate(facts.finals) if final in (state, "both")]
+    return None if taken == list(range(facts.geometry.layers)) else taken

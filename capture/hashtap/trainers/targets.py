@@ -249,7 +249,7 @@ TARGETS = {
             fields=_safetensors,
             shapes={
                 "input_ids": "int64 [T]",
-                "hidden_states": "[T, L, H], the layers of `boundaries`, then the final state",
+                "hidden_states": "[T, L, H], the layers of `boundaries`, then the final state or states",
                 "loss_mask": "uint8 [T], left out where the sample has none",
             },
             advice="layers are the boundaries {ids}, then the final state",
