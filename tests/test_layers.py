@@ -15,7 +15,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 LAYERS = [
     {"errors", "logs", "config", "identity", "spans", "ring", "estimate"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
-    {"flight", "ledger", "arrival", "writer", "checks", "report", "verify"}
+    {"flight", "donors", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {
         "salvage",
         "recover",
@@ -29,11 +29,13 @@ LAYERS = [
         "sample_rows",
         "samples",
         "manifest",
+        "order",
+        "live",
         "quarantine",
         "progress",
         "show",
     },
-    {"transport", "staging", "session", "watch", "client", "sealed", "tally", "extract"},
+    {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
     {"epoch", "layers", "final_states", "modes", "targets", "rank", "handshake", "requests", "routes", "sglang_seam"},
     {"trainers"},
     {"plugin", "cli"},

@@ -50,6 +50,11 @@ class CaptureConfig:
         'whose prompts: those sent with custom_params {"hashtap": true}, or all but health checks and warm-up',
         choices=("tagged", "all"),
     )
+    capture_prefix_cache: Literal["off", "on"] = _option(
+        "off",
+        "the server's prefix cache: rows that it serves are shared with an earlier capture",
+        choices=("off", "on"),
+    )
     capture_ring_gib: float = _option(4.0, "host memory of each writing rank for rows on their way to disk", float)
     capture_stage_mib: int = _option(512, "device memory of one staging slot; there are two", int)
     capture_threads: int = _option(2, "threads that compress and write", int)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from hashtap.header import Header, salt_sum
 from hashtap.shard import record_row
-from hashtap_kernels.proof import add_proofs
+from hashtap_kernels.proof import add_proofs, prompt_proof
 
 __all__ = ["Flight", "Record"]
 
@@ -26,6 +26,8 @@ class Record:
         proof: of these.
         failed: whether no record will come of it.
         captured: whether all its rows were taken, so that it no longer ends with its request.
+        shared_tokens: k, so many rows at its beginning are those of ``donor``; its own frames begin there.
+        donor: a record with the same first k tokens.
     """
 
     serial: int
@@ -33,6 +35,8 @@ class Record:
     token_ids: npt.NDArray[np.int64]
     salt: bytes = b""
     captured: bool = False
+    shared_tokens: int = 0
+    donor: "Record | None" = None
     _first_positions: dict[int, int] = field(init=False, repr=False, default_factory=dict)  # to tokens, of each frame
     _rows: int = field(init=False, repr=False, default=0)
     stored_bytes: int = field(init=False, repr=False, default=0)
@@ -47,21 +51,33 @@ class Record:
         self.proof = add_proofs(self.proof, header.proof)
 
     def all_rows(self) -> bool:
-        """Whether as many rows came as the prompt has tokens."""
-        return self._rows >= len(self.token_ids)
+        """Whether as many rows came as the prompt has tokens, the shared ones aside."""
+        return self._rows >= len(self.token_ids) - self.shared_tokens
 
     def tiles(self) -> bool:
-        """Whether the frames cover the prompt without gap or overlap."""
-        position = 0
+        """Whether the frames cover the prompt from the shared rows on, without gap or overlap."""
+        position = self.shared_tokens
         for first, tokens in sorted(self._first_positions.items()):
             if first != position:
                 return False
             position += tokens
-        return position == self._rows == len(self.token_ids)
+        return position == self._rows + self.shared_tokens == len(self.token_ids)
 
-    def row(self) -> tuple[int, ...]:
-        """Its row in the shard's ``records``."""
-        return record_row(self.key, self.serial, len(self.token_ids), self.proof, salt_sum(self.salt))
+    def row(self, seed: tuple[int, int]) -> tuple[int, ...]:
+        """Its row in the ``records`` of a shard whose proofs have this seed."""
+        proof, donor_key = self.proof, b""
+        if self.donor is not None:
+            donor_key = self.donor.key
+            proof = add_proofs(proof, prompt_proof(self.token_ids[: self.shared_tokens], 0, seed))
+        return record_row(
+            self.key,
+            self.serial,
+            len(self.token_ids),
+            proof,
+            salt_sum(self.salt),
+            shared_tokens=self.shared_tokens,
+            donor_key=donor_key,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class Ledger:
         self._open: dict[int, Record] = {}  # by serial: some frames stored, but not all
         self._keys: set[bytes] = set()  # of the records listed in this epoch
         self._listed: dict[int, list[Record]] = {}  # by the number of a shard that is not ended
+        self._waiting: dict[bytes, list[Record]] = {}  # by the key of the donor that is not listed yet
         # A finalizer may call abandon() in the middle of anything: it only appends here, which takes no lock.
         self._abandoned_news: deque[int] = deque()
         self._abandoned: dict[int, int] = {}  # serial to the flights submitted before
@@ -75,20 +76,40 @@ class Ledger:
             log.error("the prompt %s is not stored: some of its rows came twice", record.key.hex())
             self.doubled += 1
             self.fail(record)
-        elif record.key in self._keys:
+        else:
+            self._complete(record, number)
+
+    def _complete(self, record: Record, number: int) -> None:
+        """All rows of its own are stored: list it, now or when its donor is listed."""
+        donor = record.donor
+        if record.failed:
+            return
+        if record.key in self._keys:
             self.duplicates += 1
             self.fail(record)
-        else:
+        elif donor is None or donor.key in self._keys:
             del self._open[record.serial]
             self._keys.add(record.key)
             self._listed[number].append(record)
+            for sharing in self._waiting.pop(record.key, ()):
+                self._complete(sharing, number)
+        elif donor.failed:
+            self.fail(record)
+        else:
+            self._waiting.setdefault(donor.key, []).append(record)
 
     def fail(self, record: Record) -> None:
-        """No record comes of it: its frames are waste, and later ones are dropped."""
+        """No record comes of it or of those that wait for it: their frames are waste, and later ones are dropped."""
         if not record.failed:
             record.failed = True
             self.waste_bytes += record.stored_bytes
             self._open.pop(record.serial, None)
+            waiting = self._waiting.pop(record.key, [])
+            if others := [sharing for sharing in waiting if sharing.donor is not record]:
+                self._waiting[record.key] = others
+            for sharing in waiting:
+                if sharing.donor is record:
+                    self.fail(sharing)
 
     def close_epoch(self) -> None:
         """The weights change: no record goes on, and a key may come again."""
@@ -106,11 +127,17 @@ class Ledger:
         return not serials.isdisjoint(self._open.keys() | later)
 
     def lose(self, serials: set[int], listed: list[Record]) -> None:
-        """Frames of these passes are gone: so are their records, those of ``listed``, open ones and later ones."""
-        for record in [*listed, *self._open.values(), *self._later()]:
-            if record.serial in serials:
+        """Frames of these passes are gone: so are their records, those of ``listed``, open ones and later ones.
+
+        And so are those that share rows with them, which end up in the same shard or in a later one.
+        """
+        known = [*listed, *self._open.values(), *self._later()]
+        lost = [record for record in known if record.serial in serials]
+        while lost:
+            for record in lost:
                 self.fail(record)
                 self._keys.discard(record.key)
+            lost = [record for record in known if not record.failed and record.donor and record.donor.failed]
 
     def _later(self) -> list[Record]:
         return [record for listed in self._listed.values() for record in listed]

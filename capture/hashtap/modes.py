@@ -72,9 +72,10 @@ def check_modes(args: Any, config: CaptureConfig) -> None:
             ) from None
         if mode.refused(value):
             raise SetupError(f"{_flag(mode.option)} {_shown(value)}does not go together with capture: {mode.reason}")
-    if not args.disable_radix_cache:
+    if not args.disable_radix_cache and config.capture_prefix_cache == "off":
         raise SetupError(
-            "the radix cache is on, and rows that it serves are never computed: start with --disable-radix-cache"
+            "the radix cache is on, and rows that it serves are never computed: start with --disable-radix-cache, "
+            "or --capture-prefix-cache on"
         )
     limit_s = WATCHDOG_SHARE * (args.watchdog_timeout or float("inf"))
     if config.capture_when_full == "wait" and config.capture_wait_s > limit_s:

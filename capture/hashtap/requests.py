@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
+__all__ = ["PAST_THE_CACHE", "check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
+
+PAST_THE_CACHE = "hashtap-past-the-cache-"
+"""What a client's ``extra_key`` starts with that only keeps the prefix cache from serving rows."""
 
 _CHANGES_STATES = {
     "lora_id": "it uses a LoRA adapter",
@@ -34,8 +37,11 @@ def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
 
 def refusal(req: Any) -> str | None:
     """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
-    reasons = (reason for name, reason in _CHANGES_STATES.items() if getattr(req, name) is not None)
-    return next(reasons, None)
+    for name, reason in _CHANGES_STATES.items():
+        value = getattr(req, name)
+        if value is not None and not (name == "extra_key" and value.startswith(PAST_THE_CACHE)):
+            return reason
+    return None
 
 
 def check_ids(input_ids: Any, vocab_size: int) -> None:

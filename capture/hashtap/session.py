@@ -14,6 +14,7 @@ from typing import Any
 
 from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
+from hashtap.donors import Donors
 from hashtap.errors import SetupError
 from hashtap.exponents import TableBuilder
 from hashtap.identity import TokenIds, as_token_ids, prompt_key
@@ -25,9 +26,14 @@ from hashtap.transport import Transport, open_transport
 from hashtap.writer import Flight, Record, Writer
 from hashtap_kernels.plan import OFFSET, SERIAL, FramePlan, Piece, plan_frames
 
-__all__ = ["Batch", "Session", "Tracked"]
+__all__ = ["NEEDS_RECOMPUTE", "Batch", "Session", "Tracked"]
 
 Receipt = dict[str, Any]
+
+NEEDS_RECOMPUTE = "needs recompute"
+"""State of a prompt of which the prefix cache held rows that no capture has: send it again past the cache."""
+
+_COUNTS = ("admitted", "refused", "captured", "incomplete", "needs_recompute", "dropped", "restarted", "shared_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,9 @@ class Tracked:
 
     rid: str
     record: Record
-    state: str = "capturing"  # then captured, incomplete, dropped or refused
+    state: str = "capturing"  # then captured, incomplete, needs recompute, dropped or refused
     reason: str | None = None
-    rows: int = 0  # prompt rows taken so far, always a prefix of the prompt
+    rows: int = 0  # prompt rows taken or shared so far, always a prefix of the prompt
     # Forgets the frames of the present pass unless it is whole; at the latest when this object dies.
     ending: "weakref.finalize[[Writer, Record], Tracked] | None" = None
 
@@ -114,11 +120,12 @@ class Session:
             observe=self._tables.observe,
             tables=self._tables.by_id,
         )
+        self._donors = Donors() if config.capture_prefix_cache == "on" else None
         self._tracked: weakref.WeakValueDictionary[str, Tracked] = weakref.WeakValueDictionary()
         self._serials = itertools.count(1)
         self._forwards = itertools.count(1)
         self._full_since: float | None = None
-        self._counts = dict.fromkeys(("admitted", "refused", "captured", "incomplete", "dropped", "restarted"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     def admit(self, rid: str, token_ids: TokenIds, salt: bytes = b"", refuse: str | None = None) -> Tracked:
         """Track a request whose prompt is to be captured; computes its key.
@@ -195,6 +202,8 @@ class Session:
             if tracked.state == "capturing" and tracked.rows:
                 self._fail(tracked, "incomplete", "the weights were updated between two chunks")
         self._writer.drain()
+        if self._donors is not None:
+            self._donors.clear()
         self.facts = replace(self.facts, epoch=epoch)
         self._writer.set_facts(self.facts)
 
@@ -225,17 +234,26 @@ class Session:
 
     def _goes_on(self, tracked: Tracked, first_position: int) -> bool:
         """Whether rows that do not begin where the request's rows ended begin a new pass; else the request fails."""
-        if first_position == 0:  # retracted and prefilled anew: the first pass's frames belong to no record
-            tracked.record = replace(tracked.record, serial=next(self._serials))
-            tracked.rows = 0
+        record, donor = tracked.record, None
+        if first_position and self._donors is not None:
+            donor = self._donors.find(record.token_ids, first_position, record.salt)
+        if first_position == 0 or donor is not None:
+            # Prefilled past cached rows, or retracted and prefilled anew: an earlier pass's frames belong to no record.
+            self._counts["restarted"] += tracked.rows > 0
+            self._counts["shared_rows"] += first_position
+            tracked.record = replace(record, serial=next(self._serials), shared_tokens=first_position, donor=donor)
+            tracked.rows = first_position
             self._begin_pass(tracked)
-            self._counts["restarted"] += 1
             return True
         if first_position > tracked.rows:
+            state = "incomplete" if self._donors is None else NEEDS_RECOMPUTE
             reason = f"{first_position - tracked.rows} rows from position {tracked.rows} came from the prefix cache"
         else:
-            reason = f"rows from position {first_position} were computed again after {tracked.rows}"
-        self._fail(tracked, "incomplete", reason)
+            state, reason = (
+                "incomplete",
+                f"rows from position {first_position} were computed again after {tracked.rows}",
+            )
+        self._fail(tracked, state, reason)
         return False
 
     def _send(
@@ -269,6 +287,8 @@ class Session:
             if tracked.rows == len(tracked.record.token_ids):
                 tracked.state = "captured"
                 tracked.record.captured = True
+                if self._donors is not None:
+                    self._donors.add(tracked.record)
                 self._counts["captured"] += 1
         self._writer.submit(Flight(memory, wait, _frames(plan, records), release=lambda: self._ring.give_back(offset)))
 
@@ -282,7 +302,7 @@ class Session:
         """The request gets no record; its receipt will say why."""
         tracked.state, tracked.reason = state, reason
         tracked.end_pass()
-        self._counts[state] += 1
+        self._counts[state.replace(" ", "_")] += 1
 
     def _receipt(self, tracked: Tracked) -> Receipt:
         return {

@@ -368,7 +368,11 @@ def _check_arguments(server_args: Any, config: CaptureConfig) -> Any:
 
 def _turn_off(server_args: Any, config: CaptureConfig) -> None:
     """Turn off what would keep rows from hashtap, and say so."""
-    off = {"disable_radix_cache": "the radix cache is off while capture is on: rows that it serves are never computed"}
+    off = {}
+    if config.capture_prefix_cache == "off":
+        off["disable_radix_cache"] = (
+            "the radix cache is off while capture is on: rows that it serves are never computed"
+        )
     if config.capture_final != "post":
         off["disable_prefill_cuda_graph"] = (
             "prefill CUDA graphs are off: a replay does not run the hook that reads the state before the final norm"

@@ -155,10 +155,19 @@ def index_row(header: Header, offset: int) -> tuple[int, ...]:
     return (offset, header.stored_bytes, header.stored_sum, *about)
 
 
-def record_row(key: bytes, serial: int, tokens: int, proof: tuple[int, int], salt_sum: int) -> tuple[int, ...]:
-    """The row in ``records`` of a record that shares no rows."""
-    key0, key1 = np.frombuffer(key, "<u8").tolist()
-    return (key0, key1, serial, tokens, *proof, 0, 0, 0, salt_sum, 0, 0)
+def record_row(
+    key: bytes,
+    serial: int,
+    tokens: int,
+    proof: tuple[int, int],
+    salt_sum: int,
+    *,
+    shared_tokens: int = 0,
+    donor_key: bytes = b"",
+) -> tuple[int, ...]:
+    """The row in ``records`` of a record; its first ``shared_tokens`` rows are those of the record ``donor_key``."""
+    keys = np.frombuffer(key + donor_key.ljust(16, b"\0"), "<u8").tolist()
+    return (*keys[:2], serial, tokens, *proof, shared_tokens, *keys[2:], salt_sum, 0, 0)
 
 
 def trailer_words(header: bytes, index: bytes, records: bytes) -> bytes:

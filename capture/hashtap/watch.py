@@ -78,7 +78,16 @@ def line(before: Counts, now: Counts, seconds: float) -> str:
     new = {name: now[name] - before[name] for name in now}
     ratio = f", ratio {_ratio(new):.3f}" if new["stored_bytes"] else ""
     sealing = f" in {new['seal_ms'] / new['shards']:,.0f} ms each" if new["shards"] else ""
-    trouble = ("dropped", "incomplete", "refused", "duplicates", "failed_proofs", "bad_frames", "write_errors")
+    trouble = (
+        "dropped",
+        "incomplete",
+        "needs_recompute",
+        "refused",
+        "duplicates",
+        "failed_proofs",
+        "bad_frames",
+        "write_errors",
+    )
     return (
         f"the last {seconds:.0f} s: {new['captured']:,} prompts captured, {new['records']:,} sealed in {new['shards']} "
         f"shards{sealing}, {new['rows']:,} rows, {new['raw_bytes'] / seconds / 1e6:,.1f} MB/s{ratio}; "

@@ -409,7 +409,7 @@ class Writer:
             shard.discard()
             return None
         began = time.monotonic()
-        file_bytes = shard.seal([record.row() for record in records])
+        file_bytes = shard.seal([record.row(shard.facts.seed) for record in records])
         now = time.monotonic()
         seal_ms, took_s = round(1000 * (now - began)), max(now - shard.opened_at, 1e-3)
         with self._changed:

@@ -17,8 +17,9 @@ from hashtap.errors import SetupError
 from hashtap.exponents import TABLE_ROWS
 from hashtap.header import parse_header
 from hashtap.identity import prompt_key
-from hashtap.session import Batch, Session, Tracked
+from hashtap.session import NEEDS_RECOMPUTE, Batch, Session, Tracked
 from hashtap.shard import ShardFacts
+from hashtap.verify import verify
 from hashtap_kernels.layout import Dtype, Geometry, Payload
 from hashtap_kernels.proof import table_id
 
@@ -256,6 +257,66 @@ def test_rows_from_the_prefix_cache_are_said(host: Host) -> None:
     assert receipts[0]["state"] == tracked.state == "incomplete"
     assert receipts[0]["reason"] == "16 rows from position 0 came from the prefix cache"
     assert len(host.close()) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_rows_are_shared_with_a_capture_or_said_to_be_missing(tmp_path: Path, seed: int) -> None:
+    """Conversations on a host that never computes what it has computed before, for whomever."""
+    host = Host(tmp_path / "captures", capture_prefix_cache="on", capture_seal_after_s=0.05, capture_shard_gib=1 / 1024)
+    random = np.random.default_rng(seed)
+    cached: list[list[int]] = []
+    captured: list[list[int]] = []
+    missing = shared = 0
+
+    def common(one: list[int], other: list[int]) -> int:
+        same = [a == b for a, b in zip(one, other, strict=False)]
+        return same.index(False) if False in same else len(same)
+
+    def serve(rid: str, ids: list[int], prefix: int) -> dict[str, Any] | None:
+        receipts = None
+        while prefix < len(ids):
+            stop = min(prefix + int(random.integers(1, 300)), len(ids))
+            receipts = host.forward((rid, ids[prefix:stop], prefix))
+            prefix = stop
+        return receipts[0] if receipts else None
+
+    for number in range(40):
+        history = cached[int(random.integers(len(cached)))] if cached and random.random() < 0.8 else prompt(7, 10)
+        ids = history[: int(random.integers(1, len(history) + 1))] + prompt(
+            1000 * seed + number, int(random.integers(1, 60))
+        )
+        prefix = max((min(common(ids, other), len(ids) - 1) for other in cached), default=0)
+        donated = max((common(ids, other) for other in captured), default=0)
+        cached.append(ids)
+        if random.random() < 0.2:  # somebody else's
+            assert serve(f"r{number}", ids, prefix) is None
+            continue
+        tracked = host.admit(f"r{number}", ids)
+        receipt = serve(f"r{number}", ids, prefix)
+        assert receipt is not None
+        if donated >= prefix:
+            assert (receipt["state"], receipt["rows"]) == ("captured", len(ids))
+            captured.append(ids)
+            shared += prefix
+        else:
+            missing += 1
+            assert receipt["state"] == NEEDS_RECOMPUTE
+            assert receipt["reason"] == f"{prefix} rows from position 0 came from the prefix cache"
+            again = host.admit(f"again{number}", ids)
+            serve(f"again{number}", ids, 0)
+            assert again.state == "captured"
+            captured.append(ids)
+        assert tracked.state == receipt["state"]
+    counters = host.session.counters()
+    reader = host.close()
+    assert missing
+    assert counters["shared_rows"] == shared > 0
+    assert counters["needs_recompute"] == missing
+    assert len(reader) == len({tuple(ids) for ids in captured})
+    for ids in captured:
+        assert_captured(reader, ids)
+    report = verify(host.path, samples=((str(i), ids, b"") for i, ids in enumerate(captured)))
+    assert {problem.kind for problem in report.problems} <= {"nan", "inf"}  # the made-up bits have some
 
 
 def test_other_tokens_than_the_prompts_never_become_a_record(host: Host) -> None:
