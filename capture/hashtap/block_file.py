@@ -48,11 +48,11 @@ class BlockFile:
     def __init__(self, path: Path, head: bytes, wait: Callable[[OSError], bool] = lambda _: False) -> None:
         self._path = path
         self._wait = wait
+        self._buffer, self._spare = _aligned_buffer(), _aligned_buffer()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._direct = False
         self._error: OSError | None = None
         self._writing = threading.Lock()
-        self._buffer, self._spare = _aligned_buffer(), _aligned_buffer()
         self._filled = 0  # bytes in the buffer
         self._at = 0  # where the buffer's first byte belongs; a multiple of a block
         self._full: tuple[U8Array, int] | None = None  # a buffer to be written out, and where to
@@ -80,15 +80,14 @@ class BlockFile:
             OSError: when an earlier write failed.
         """
         for piece in pieces:
-            rest = np.frombuffer(piece, np.uint8)
-            while len(rest):
-                if self._filled == len(self._buffer):
+            while len(piece):
+                if self._filled == _BUFFER_BYTES:
                     self._swap()
-                part = rest[: len(self._buffer) - self._filled]
-                self._buffer[self._filled : self._filled + len(part)] = part
-                self._filled += len(part)
-                rest = rest[len(part) :]
-        if self._filled == len(self._buffer):
+                part = piece[: _BUFFER_BYTES - self._filled]
+                end = self._filled + len(part)
+                self._buffer[self._filled : end] = part
+                self._filled, piece = end, piece[len(part) :]
+        if self._filled == _BUFFER_BYTES:
             self._swap()
         self._check()
 
@@ -197,4 +196,9 @@ class BlockFile:
 
 
 def _aligned_buffer() -> U8Array:
-    return np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """A buffer at a multiple of its size, in one huge page where there are some: that halves what a write costs."""
+    memory = mmap.mmap(-1, 2 * _BUFFER_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = np.frombuffer(memory, np.uint8)
+    return buffer[-buffer.ctypes.data % _BUFFER_BYTES :][:_BUFFER_BYTES]

@@ -11,7 +11,6 @@
 """
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -99,11 +98,9 @@ def store_frame(
     coded_end = payload_end
     if header.payload is Payload.PLANES:
         coded_end = HEADER_BYTES + header.tokens * header.geometry.row_bytes // 2
-    sums = frame[payload_end : payload_end + 8 * header.tokens]
-    rest = frame[coded_end:payload_end]
-    ids = np.ascontiguousarray(token_ids, "<i8").view(np.uint8)
-    header = replace(header, salt_sum=salt_sum)
-    return _assemble(frame[:HEADER_BYTES], header, frame[HEADER_BYTES:coded_end], [rest, sums, ids], codec)
+    rest_and_sums = frame[coded_end : payload_end + 8 * header.tokens]
+    ids = np.ascontiguousarray(token_ids, "<i8").tobytes()
+    return _assemble(frame[:HEADER_BYTES], header, frame[HEADER_BYTES:coded_end], rest_and_sums, ids, salt_sum, codec)
 
 
 def store_table(table: Table, geometry: Geometry, codec: Codec) -> tuple[Header, Pieces]:
@@ -115,31 +112,30 @@ def store_table(table: Table, geometry: Geometry, codec: Codec) -> tuple[Header,
     fields["table"] = table_id(table)
     fields["self_check"] = header_check(fields.view(np.uint64))
     head = fields.view(np.uint8)
-    return _assemble(head, parse_header(head), np.ascontiguousarray(table).reshape(-1), [], codec)
+    section = np.ascontiguousarray(table).reshape(-1)
+    return _assemble(head, parse_header(head), section, section[:0], b"", 0, codec)
 
 
 def _assemble(
-    head: U8Array, header: Header, section: U8Array, tail: Sequence[U8Array], codec: Codec
+    head: U8Array, header: Header, section: U8Array, middle: U8Array, end: bytes, salt_sum: int, codec: Codec
 ) -> tuple[Header, Pieces]:
-    """Complete a header for the sections that follow it."""
-    coded = compress(section) if codec is Codec.ZSTD else None
-    body = [section.data if coded is None else memoryview(coded), *(piece.data for piece in tail)]
-    used = HEADER_BYTES + sum(len(piece) for piece in body)
-    body.append(memoryview(bytes(-used % FRAME_ALIGN)))
-    completed = replace(
-        header,
-        coded_bytes=len(body[0]),
-        codec=Codec.STORED if coded is None else Codec.ZSTD,
-        stored_bytes=used + len(body[-1]),
-    )
+    """Complete a header for what follows it: the coded ``section``, ``middle`` and ``end``, and the padding."""
+    compressed = compress(section) if codec is Codec.ZSTD else None
+    codec, coded = (Codec.STORED, section.data) if compressed is None else (Codec.ZSTD, memoryview(compressed))
+    used = HEADER_BYTES + len(coded) + len(middle) + len(end)
+    padding = bytes(-used % FRAME_ALIGN)
+    body = [coded, middle.data, memoryview(end + padding)]
     raw = head.copy()
-    own = (completed.coded_bytes, completed.codec, completed.stored_bytes)
-    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, 0, header.salt_sum)
+    own = len(coded), codec, used + len(padding)
+    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, 0, salt_sum)
     digest = xxhash.xxh3_64(raw.data)
     for piece in body:
         digest.update(piece)
-    completed = replace(completed, stored_sum=digest.intdigest())
-    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, completed.stored_sum, header.salt_sum)
+    stored_sum = digest.intdigest()
+    _OWN_FIELDS.pack_into(raw.data, _OWN_FIELDS_AT, *own, stored_sum, salt_sum)
+    completed = replace(
+        header, coded_bytes=own[0], codec=codec, stored_bytes=own[2], stored_sum=stored_sum, salt_sum=salt_sum
+    )
     return completed, [raw.data, *body]
 
 

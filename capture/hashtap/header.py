@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,7 @@ def parse_header(frame: npt.NDArray[np.uint8]) -> Header:
         raise FormatError("a frame's header uses bytes that this format reserves")
     try:
         header = Header(
-            geometry=Geometry(layers, hidden, Dtype(dtype)),
+            geometry=_geometry(layers, hidden, dtype),
             payload=Payload(payload),
             tokens=tokens,
             first_position=first_position,
@@ -91,6 +92,11 @@ def parse_header(frame: npt.NDArray[np.uint8]) -> Header:
         raise FormatError(f"a frame's header holds {error}") from None
     _check(header)
     return header
+
+
+@lru_cache(maxsize=16)
+def _geometry(layers: int, hidden: int, dtype: int) -> Geometry:
+    return Geometry(layers, hidden, Dtype(dtype))
 
 
 def salt_sum(salt: bytes) -> int:

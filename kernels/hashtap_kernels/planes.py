@@ -15,6 +15,7 @@ U16Array = npt.NDArray[np.uint16]
 
 # Rows that stay in the cache between the steps.
 _BLOCK_BYTES = 1 << 18
+_ONE, _BYTE, _TO_TOP = np.uint16(1), np.uint16(8), np.uint16(15)
 
 
 def to_planes(elements: U16Array, table: U8Array, exponents: U8Array, rests: U8Array) -> None:
@@ -28,7 +29,7 @@ def to_planes(elements: U16Array, table: U8Array, exponents: U8Array, rests: U8A
     step = _block_rows(elements)
     for start in range(0, len(elements), step):
         block = slice(start, start + step)
-        rotated = (elements[block] << np.uint16(1)) | (elements[block] >> np.uint16(15))
+        rotated = (elements[block] << _ONE) | (elements[block] >> _TO_TOP)
         halves = rotated.view(np.uint8)
         np.subtract(halves[..., 1::2], table, out=exponents[block])
         rests[block] = halves[..., 0::2]
@@ -36,13 +37,20 @@ def to_planes(elements: U16Array, table: U8Array, exponents: U8Array, rests: U8A
 
 def from_planes(exponents: U8Array, rests: U8Array, table: U8Array, elements: U16Array) -> None:
     """Write back the elements (uint16 ``[n, L, H]``) whose planes these are: the inverse of :func:`to_planes`."""
-    step = _block_rows(elements)
-    for start in range(0, len(elements), step):
-        block = slice(start, start + step)
-        rotated = (exponents[block] + table).astype(np.uint16)
-        rotated <<= np.uint16(8)
-        rotated |= rests[block]
-        np.bitwise_or(rotated >> np.uint16(1), rotated << np.uint16(15), out=elements[block])
+    step = min(_block_rows(elements), len(elements))
+    exponent = np.empty((step, *elements.shape[1:]), np.uint8)
+    spare = np.empty(exponent.shape, np.uint16)
+    for start in range(0, len(elements), step or 1):
+        block = elements[start : start + step]
+        wide = spare[: len(block)]
+        # Whole casts and nothing in the way of the vector units: mixed types in one step take twice as long.
+        block[...] = np.add(exponents[start : start + step], table, out=exponent[: len(block)])
+        block <<= _BYTE
+        wide[...] = rests[start : start + step]
+        block |= wide
+        np.left_shift(block, _TO_TOP, out=wide)
+        block >>= _ONE
+        block |= wide
 
 
 def _block_rows(elements: U16Array) -> int:

@@ -31,6 +31,9 @@ M1 = 0x94D049BB133111EB
 P0 = 0x9E3779B97F4A7C15
 P1 = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
+_M0, _M1 = np.uint64(M0), np.uint64(M1)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_WORD_PLACES = np.arange(CHECKED_WORDS, dtype=np.uint64) * np.uint64(P0) + np.uint64(1)
 
 U64Array = npt.NDArray[np.uint64]
 I64Array = npt.NDArray[np.int64]
@@ -38,9 +41,15 @@ I64Array = npt.NDArray[np.int64]
 
 def mix64(x: U64Array) -> U64Array:
     """Mix every word of ``x`` (uint64, any shape): a bijection in which each bit sways all others."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(M0)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(M1)
-    return x ^ (x >> np.uint64(31))
+    shifted = x >> _SHIFTS[0]
+    mixed = x ^ shifted
+    mixed *= _M0
+    np.right_shift(mixed, _SHIFTS[1], out=shifted)
+    mixed ^= shifted
+    mixed *= _M1
+    np.right_shift(mixed, _SHIFTS[2], out=shifted)
+    mixed ^= shifted
+    return mixed
 
 
 def prompt_proof(token_ids: I64Array, first_position: int, seed: tuple[int, int]) -> tuple[int, int]:
@@ -61,9 +70,11 @@ def tokens_proof(token_ids: I64Array, positions: I64Array, seed: tuple[int, int]
         Two 64-bit lanes. The proofs of a prompt's chunks add up to the whole prompt's, see :func:`add_proofs`.
     """
     x = (positions.astype(np.uint64) << np.uint64(32)) | (token_ids.astype(np.uint64) & np.uint64(0xFFFFFFFF))
-    lane0 = mix64(x + np.uint64(seed[0]))
-    lane1 = mix64((x * np.uint64(P1)) ^ np.uint64(seed[1]))
-    return int(lane0.sum(dtype=np.uint64)), int(lane1.sum(dtype=np.uint64))
+    lanes = np.empty((2, len(x)), np.uint64)
+    np.add(x, np.uint64(seed[0]), out=lanes[0])
+    np.bitwise_xor(x * np.uint64(P1), np.uint64(seed[1]), out=lanes[1])
+    lane0, lane1 = np.add.reduce(mix64(lanes), axis=1).tolist()
+    return lane0, lane1
 
 
 def add_proofs(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -84,8 +95,8 @@ def row_sums(rows: U64Array, positions: I64Array) -> U64Array:
     """
     layers = np.arange(1, rows.shape[1] + 1, dtype=np.uint64)
     place = positions.astype(np.uint64)[:, None] * np.uint64(8) + layers
-    sums = rows.sum(axis=2, dtype=np.uint64)
-    checksums: U64Array = mix64(sums ^ (place * np.uint64(P0))).sum(axis=1, dtype=np.uint64)
+    sums = np.add.reduce(rows, axis=2)
+    checksums: U64Array = np.add.reduce(mix64(sums ^ (place * np.uint64(P0))), axis=1)
     return checksums
 
 
@@ -95,9 +106,7 @@ def header_check(words: U64Array) -> int:
     Args:
         words: uint64, at least the first :data:`~.layout.CHECKED_WORDS` words of the header.
     """
-    index = np.arange(CHECKED_WORDS, dtype=np.uint64)
-    mixed = mix64(words[:CHECKED_WORDS] + index * np.uint64(P0) + np.uint64(1))
-    return int(mixed.sum(dtype=np.uint64))
+    return int(np.add.reduce(mix64(words[:CHECKED_WORDS] + _WORD_PLACES)))
 
 
 def table_id(table: npt.NDArray[np.uint8]) -> int:
