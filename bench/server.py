@@ -198,14 +198,15 @@ class Server:
         """The JSON that ``GET path`` answers."""
         return self._http.get(path, timeout=60.0).raise_for_status().json()
 
-    def generate(self, input_ids: Iterable[int], *, rid: str | None = None, **sampling: Any) -> dict[str, Any]:
+    def generate(
+        self, input_ids: Iterable[int], *, rid: str | None = None, extra_key: str | None = None, **sampling: Any
+    ) -> dict[str, Any]:
         """The answer to one prompt of token ids, tagged for capture; ``sampling`` goes over one greedy token."""
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0, "custom_params": {"hashtap": True}} | sampling,
         }
-        if rid is not None:
-            body["rid"] = rid
+        body |= {name: value for name, value in (("rid", rid), ("extra_key", extra_key)) if value is not None}
         answer = self._http.post("/generate", json=body, timeout=300.0)
         return dict(answer.raise_for_status().json())
 

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hashtap.errors import MismatchError, ServerLost, UsageError
+from hashtap.identity import NEEDS_RECOMPUTE, PAST_THE_CACHE
 from hashtap.samples import Limits
 
-__all__ = ["Refused", "ServerClient", "ServerInfo", "TryAgain"]
+__all__ = ["NeedsRecompute", "Refused", "ServerClient", "ServerInfo", "TryAgain"]
 
 FORMAT_VERSION = 1
 KEYS_PER_QUESTION = 4096
@@ -26,6 +27,10 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 class TryAgain(Exception):
     """The prompt was not captured this time: a time-out, a lost connection, an abort, a full ring."""
+
+
+class NeedsRecompute(TryAgain):
+    """The server's prefix cache held rows of the prompt that no capture has."""
 
 
 class Refused(Exception):
@@ -132,12 +137,21 @@ class ServerClient:
     async def capture(self, token_ids: npt.NDArray[np.integer[Any]], key: bytes, info: ServerInfo) -> None:
         """Send one prompt ``[T]``; returns when its receipt says that all T rows are captured.
 
+        What needs to be computed past the server's prefix cache is sent a second time at once.
+
         Raises:
             TryAgain, Refused: see the classes.
             MismatchError: when there is no receipt, or it names another key, directory or epoch.
             UsageError: when the server wants an API key, or has no ``/generate``.
         """
+        try:
+            await self._send(token_ids, key, info)
+        except NeedsRecompute:
+            await self._send(token_ids, key, info, extra_key=PAST_THE_CACHE + uuid.uuid4().hex)
+
+    async def _send(self, token_ids: npt.NDArray[np.integer[Any]], key: bytes, info: ServerInfo, **more: str) -> None:
         request = {
+            **more,
             "input_ids": token_ids.tolist(),
             # SGLang aborts by prefix, so ids have one width; and a second attempt must not meet the first.
             "rid": uuid.uuid4().hex,
@@ -211,6 +225,8 @@ def _check_receipt(receipt: dict[str, Any], key: bytes, tokens: int, info: Serve
     reason = receipt.get("reason") or "no reason given"
     if got["state"] == "refused":
         raise Refused(str(reason))
+    if got["state"] == NEEDS_RECOMPUTE:
+        raise NeedsRecompute(f"{got['state']}: {reason}")
     if got["state"] != "captured":
         raise TryAgain(f"{got['state']}: {reason}")
     if got["epoch"] != info.epoch:

@@ -13,9 +13,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEY_BYTES", "TokenIds", "as_token_ids", "parse_key", "prompt_key", "salt_of"]
+__all__ = [
+    "KEY_BYTES",
+    "NEEDS_RECOMPUTE",
+    "PAST_THE_CACHE",
+    "TokenIds",
+    "as_token_ids",
+    "parse_key",
+    "prompt_key",
+    "salt_of",
+]
 
 KEY_BYTES = 16
+
+NEEDS_RECOMPUTE = "needs recompute"
+"""State in the receipt of a prompt of which the prefix cache held rows that no capture has."""
+
+PAST_THE_CACHE = "hashtap-past-the-cache-"
+"""Start of the ``extra_key`` under which such a prompt is sent again: it keeps the cache away, and is no salt."""
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 

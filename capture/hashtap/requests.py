@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PAST_THE_CACHE", "check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
+from hashtap.identity import PAST_THE_CACHE
 
-PAST_THE_CACHE = "hashtap-past-the-cache-"
-"""What a client's ``extra_key`` starts with that only keeps the prefix cache from serving rows."""
+__all__ = ["check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
 
 _CHANGES_STATES = {
     "lora_id": "it uses a LoRA adapter",

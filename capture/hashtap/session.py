@@ -17,7 +17,7 @@ from hashtap.directory import CaptureDirectory
 from hashtap.donors import Donors
 from hashtap.errors import SetupError
 from hashtap.exponents import TableBuilder
-from hashtap.identity import TokenIds, as_token_ids, prompt_key
+from hashtap.identity import NEEDS_RECOMPUTE, TokenIds, as_token_ids, prompt_key
 from hashtap.logs import log
 from hashtap.ring import Ring
 from hashtap.shard import ShardFacts
@@ -26,12 +26,9 @@ from hashtap.transport import Transport, open_transport
 from hashtap.writer import Flight, Record, Writer
 from hashtap_kernels.plan import OFFSET, SERIAL, FramePlan, Piece, plan_frames
 
-__all__ = ["NEEDS_RECOMPUTE", "Batch", "Session", "Tracked"]
+__all__ = ["Batch", "Session", "Tracked"]
 
 Receipt = dict[str, Any]
-
-NEEDS_RECOMPUTE = "needs recompute"
-"""State of a prompt of which the prefix cache held rows that no capture has: send it again past the cache."""
 
 _COUNTS = ("admitted", "refused", "captured", "incomplete", "needs_recompute", "dropped", "restarted", "shared_rows")
 

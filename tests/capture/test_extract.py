@@ -21,7 +21,7 @@ from tests.capture.peer import BOUNDARIES, CONTEXT_LENGTH, GEOMETRY, VOCAB_SIZE,
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import MismatchError, ServerLost, UsageError
 from hashtap.extract import Extraction, ExtractOptions
-from hashtap.identity import prompt_key
+from hashtap.identity import NEEDS_RECOMPUTE, PAST_THE_CACHE, prompt_key
 from hashtap.manifest import Manifest
 from hashtap.progress import Snapshot
 from hashtap.reader import Reader
@@ -168,6 +168,20 @@ def test_passing_trouble_is_retried(tmp_path: Path, answer: Answer) -> None:
     with Peer(tmp_path / "captures", trouble=first_attempt(answer)) as peer:
         summary = extract(write(tmp_path / "s.jsonl", wanted), peer)
     assert (summary.captured, summary.sent, summary.left_out) == (11, 22, {})
+    assert_captured(peer.directory, wanted)
+
+
+def test_what_needs_to_be_computed_again_is_sent_past_the_cache_at_once(tmp_path: Path) -> None:
+    def cached(receipt: dict[str, Any]) -> dict[str, Any]:
+        return {**receipt, "state": NEEDS_RECOMPUTE, "reason": "5 rows from position 0 came from the prefix cache"}
+
+    wanted = prompts(9)
+    with Peer(tmp_path / "captures", trouble=lambda _, body: None if "extra_key" in body else cached) as peer:
+        summary = extract(write(tmp_path / "s.jsonl", wanted), peer, attempts=1)
+        keys = [body["extra_key"] for body in peer.received if "extra_key" in body]
+    assert (summary.captured, summary.left_out, len(peer.received)) == (9, {}, 18)
+    assert len(set(keys)) == 9
+    assert all(key.startswith(PAST_THE_CACHE) for key in keys)
     assert_captured(peer.directory, wanted)
 
 

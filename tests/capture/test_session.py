@@ -16,8 +16,8 @@ from hashtap.directory import CaptureDirectory
 from hashtap.errors import SetupError
 from hashtap.exponents import TABLE_ROWS
 from hashtap.header import parse_header
-from hashtap.identity import prompt_key
-from hashtap.session import NEEDS_RECOMPUTE, Batch, Session, Tracked
+from hashtap.identity import NEEDS_RECOMPUTE, prompt_key
+from hashtap.session import Batch, Session, Tracked
 from hashtap.shard import ShardFacts
 from hashtap.verify import verify
 from hashtap_kernels.layout import Dtype, Geometry, Payload

@@ -1,0 +1,100 @@
+"""The prefix cache left on: rows that it serves are shared with the capture that has them, or said to be missing."""
+
+from collections.abc import Iterator
+
+import pytest
+from bench.server import Server
+from tests import models
+from tests.server.conftest import CHUNK_TOKENS, Served, capture_flags
+from tests.server.prompts import random_prompts, receipt, send_together
+from tests.server.reference import Reference, assert_same_states
+
+from hashtap.identity import PAST_THE_CACHE
+from hashtap.verify import verify
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BOUNDARIES = (1, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    captures, model = tmp_path_factory.mktemp("cached") / "captures", models.llama()
+    flags = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 65536, "--sleep-on-idle")
+    flags += (*capture_flags(captures, *BOUNDARIES), "--capture-prefix-cache", "on")
+    with Server(model, *flags, threads=1) as server:
+        yield Served(server, model, captures, BOUNDARIES)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(models.llama(plain=True))
+
+
+def check(served: Served, reference: Reference, *prompts: list[int]) -> None:
+    for prompt, capture in zip(prompts, served.captured(*prompts), strict=True):
+        assert capture.token_ids.tolist() == prompt
+        assert_same_states(capture.tensor(), reference.states(prompt), BOUNDARIES)
+
+
+def computed(answer: dict[str, object]) -> int:
+    """Prompt tokens that the server did not take from its cache."""
+    info = answer["meta_info"]
+    assert isinstance(info, dict)
+    return int(info["prompt_tokens"]) - int(info["cached_tokens"])
+
+
+def test_cached_rows_come_from_the_earlier_capture(cached: Served, reference: Reference) -> None:
+    (first, tail, other) = random_prompts([300, 150, 7], seed=50)
+    prompts = [first, first + tail, first + tail + other, first[:200] + other]
+    for prompt, expected in zip(prompts, (300, 150, 7, 7), strict=True):
+        answer = cached.server.generate(prompt)
+        assert (receipt(answer)["state"], receipt(answer)["rows"]) == ("captured", len(prompt))
+        assert computed(answer) == expected
+    check(cached, reference, *prompts)
+
+
+def test_the_same_prompt_again_is_a_duplicate(cached: Served) -> None:
+    (prompt,) = random_prompts([90], seed=51)
+    answers = [cached.server.generate(prompt) for _ in range(3)]
+    assert [computed(answer) for answer in answers] == [90, 1, 1]
+    assert {receipt(answer)["state"] for answer in answers} == {"captured"}
+    assert len(cached.captured(prompt)[0]) == 90
+
+
+def test_rows_that_no_capture_has_need_a_second_pass(cached: Served, reference: Reference) -> None:
+    (others, tail) = random_prompts([260, 40], seed=52)
+    cached.server.generate(others, custom_params=None)
+    refused = receipt(cached.server.generate(others + tail))
+    assert refused["state"] == "needs recompute"
+    assert refused["reason"] == "260 rows from position 0 came from the prefix cache"
+    again = cached.server.generate(others + tail, extra_key=PAST_THE_CACHE + "1")
+    assert computed(again) == 300
+    assert (receipt(again)["state"], receipt(again)["rows"]) == ("captured", 300)
+    check(cached, reference, others + tail)
+
+
+def test_conversations_cost_their_system_prompt_once(cached: Served, reference: Reference) -> None:
+    """40 conversations of five turns behind a system prompt of 1,000 tokens."""
+    system, *turns = random_prompts([1000] + [30] * 200, seed=53)
+    assert receipt(cached.server.generate(system))["state"] == "captured"
+    prompts = [system]
+    tokens = 0
+    for turn in range(5):
+        batch = [
+            system + [token for part in turns[talk * 5 : talk * 5 + turn + 1] for token in part] for talk in range(40)
+        ]
+        answers = send_together(cached.server, batch)
+        assert {receipt(answer)["state"] for answer in answers} == {"captured"}
+        tokens += sum(computed(answer) for answer in answers)
+        prompts += batch
+    assert 200 * 29 < tokens <= 200 * 30  # turns may begin with the same token
+    check(cached, reference, prompts[1], prompts[100], prompts[-1])
+    cached.captured(*prompts)
+    report = verify(cached.captures, samples=((str(i), ids, b"") for i, ids in enumerate(prompts)))
+    assert report.ok, report.to_json()
+    stored = sum(path.stat().st_size for path in cached.captures.glob("*.safetensors"))
+    whole = sum(map(len, prompts)) * cached.captured(system)[0].facts.geometry.row_bytes
+    total = sum(map(len, prompts))
+    print(f"{total:,} prompt tokens, {1000 + tokens:,} computed; {stored:,} bytes for {whole:,} of states")
+    assert stored < whole / 10
