@@ -29,6 +29,7 @@ class Capture:
         epoch: which weights made it.
         facts: of the shard that lists it.
         shard: that shard's path.
+        serial: the pass of its writer that made it; it grows in the order of arrival.
     """
 
     def __init__(self, reader: "Reader", entry: Entry) -> None:
@@ -38,6 +39,7 @@ class Capture:
         self.epoch = entry.epoch
         self.facts = entry.shard.facts
         self.shard = entry.shard.path
+        self.serial = entry.serial
 
     def __repr__(self) -> str:
         layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden

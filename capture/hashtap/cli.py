@@ -99,6 +99,10 @@ def _extract(
     seal_wait_s: Annotated[
         float, typer.Option(min=1, help="Send again what for so long was not sealed after its capture.")
     ] = 120.0,
+    ahead_samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Wait when so many are captured that no trainer has taken.", show_default=False),
+    ] = None,
     max_bad_fraction: Annotated[
         float, typer.Option(min=0, max=1, help="Exit with 1 when a larger part of the samples was left out.")
     ] = 0.0,
@@ -120,6 +124,7 @@ def _extract(
         timeout_s=timeout_s,
         attempts=attempts,
         seal_wait_s=seal_wait_s,
+        ahead_samples=ahead_samples,
         api_key=api_key,
         tokenizer=ChatTokenizer(tokenizer, chat_template=chat_template, trust_remote_code=trust_remote_code),
     )

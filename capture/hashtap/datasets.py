@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hashtap.collate import Batch, Sample, pad_right
 from hashtap.errors import UsageError
-from hashtap.reader import Reader
+from hashtap.reader import Capture, Reader
 
-__all__ = ["Batch", "CaptureDataset", "CaptureStream", "Sample"]
+__all__ = ["Batch", "CaptureDataset", "CaptureStream", "Collate", "Sample", "as_sample", "largest_batch", "place"]
 
 Collate = Callable[[Sequence[Sample]], Batch]
 
@@ -74,13 +75,7 @@ class CaptureDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``. FormatError when its frames are damaged."""
         sample_id, key, mask = self._samples[index]
-        capture = self.reader.by_key(key)
-        return {
-            "sample_id": sample_id,
-            "input_ids": torch.from_numpy(capture.token_ids),
-            "hidden_states": capture.tensor(),
-            "loss_mask": torch.ones(len(capture), dtype=torch.bool) if mask is None else torch.from_numpy(mask != 0),
-        }
+        return as_sample(sample_id, self.reader.by_key(key), mask)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
@@ -152,16 +147,8 @@ class CaptureStream(IterableDataset[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if (batch_size is None) == (max_tokens is None):
-            raise UsageError("give either batch_size or max_tokens, not both")
-        size = max_tokens if batch_size is None else batch_size
-        if size is None or size < 1:
-            raise UsageError(f"a batch of {size} is empty: give at least 1")
-        running = distributed.is_available() and distributed.is_initialized()
-        self._rank = rank if rank is not None else distributed.get_rank() if running else 0
-        self._world_size = world_size if world_size is not None else distributed.get_world_size() if running else 1
-        if not 0 <= self._rank < self._world_size:
-            raise UsageError(f"rank {self._rank} is not one of {self._world_size}")
+        largest_batch(batch_size, max_tokens)
+        self._rank, self._world_size = place(rank, world_size)
         self._dataset = dataset
         self._batch_size, self._max_tokens = batch_size, max_tokens
         self._collate = collate
@@ -216,3 +203,33 @@ class CaptureStream(IterableDataset[Batch]):
             batches[-1].append(index)
             room -= length
         return batches
+
+
+def as_sample(sample_id: str, capture: Capture, mask: npt.NDArray[np.uint8] | None) -> Sample:
+    """A capture as a sample; without a mask ``[T]`` all of it counts in the loss. FormatError when it is damaged."""
+    return {
+        "sample_id": sample_id,
+        "input_ids": torch.from_numpy(capture.token_ids),
+        "hidden_states": capture.tensor(),
+        "loss_mask": torch.ones(len(capture), dtype=torch.bool) if mask is None else torch.from_numpy(mask != 0),
+    }
+
+
+def largest_batch(batch_size: int | None, max_tokens: int | None) -> int:
+    """The one of both that is given: no batch has more samples. UsageError when it is not one, or out of range."""
+    if (batch_size is None) == (max_tokens is None):
+        raise UsageError("give either batch_size or max_tokens, not both")
+    size = max_tokens if batch_size is None else batch_size
+    if size is None or size < 1:
+        raise UsageError(f"a batch of {size} is empty: give at least 1")
+    return size
+
+
+def place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and number of ranks, those of ``torch.distributed`` unless given. UsageError when they do not fit."""
+    running = distributed.is_available() and distributed.is_initialized()
+    rank = rank if rank is not None else distributed.get_rank() if running else 0
+    world_size = world_size if world_size is not None else distributed.get_world_size() if running else 1
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not one of {world_size}")
+    return rank, world_size

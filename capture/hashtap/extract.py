@@ -16,6 +16,7 @@ from pathlib import Path
 from hashtap.chat import ChatTokenizer
 from hashtap.client import Refused, ServerClient, ServerInfo, TryAgain
 from hashtap.errors import HashtapError, MismatchError, ServerLost, UsageError
+from hashtap.lead import Lead
 from hashtap.manifest import Manifest
 from hashtap.progress import Display
 from hashtap.quarantine import Quarantine
@@ -48,6 +49,7 @@ class ExtractOptions:
         backoff_s: pause after the first failed attempt; it doubles, with jitter.
         stop_after: give up after so many failed prompts in a row.
         seal_wait_s: send captured prompts again when for so long none of them was sealed.
+        ahead_samples: wait while so many prompts are captured that no trainer has taken, see :mod:`hashtap.live`.
         api_key: the server's API key, if it wants one.
         tokenizer: makes ids of messages and text; unless it has a name it is that of the server's model.
     """
@@ -62,6 +64,7 @@ class ExtractOptions:
     backoff_s: float = 0.5
     stop_after: int = 20
     seal_wait_s: float = 120.0
+    ahead_samples: int | None = None
     api_key: str | None = None
     tokenizer: ChatTokenizer = field(default_factory=ChatTokenizer)
 
@@ -100,12 +103,14 @@ class Extraction:
             Manifest.merge(options.out, file.samples, epoch=info.epoch, directory_uuid=info.directory)
             tally = Tally(file, info.row_bytes)
             tally.found_sealed(await store.among(list(tally.prompts)))
+            await store.begin()
             with Quarantine(options.out, self._path) as quarantine:
                 for bad in file.bad:
                     quarantine.add(bad)
                 run = _Run(options, client, info, store, tally, quarantine, display)
                 try:
                     await run.capture_missing()
+                    await store.finish()
                 finally:
                     self._summary = tally.summary()
 
@@ -128,6 +133,8 @@ class _Run:
         self._failed = False
         self._failures_in_a_row = 0
         self._warned: set[str] = set()
+        self._lead = Lead(options.out, info.epoch, tally.prompts, options.ahead_samples)
+        self._in_flight = 0
 
     async def capture_missing(self) -> None:
         ticker = asyncio.create_task(self._tick())
@@ -162,7 +169,14 @@ class _Run:
 
     async def _work(self, queue: deque[Prompt]) -> None:
         while queue:
+            again = queue[0].key in self._tally.acknowledged
+            if not again and not self._lead.has_room(self._tally.prompts_captured + self._in_flight):
+                self._tally.phase = "waiting for the trainer"
+                await asyncio.sleep(POLL_S)
+                continue
+            self._tally.phase = "sending"
             prompt = queue.popleft()
+            self._in_flight += not again
             try:
                 await self._send(prompt)
             except Refused as refusal:
@@ -172,6 +186,8 @@ class _Run:
             else:
                 self._tally.acknowledge(prompt)
                 self._failures_in_a_row = 0
+            finally:
+                self._in_flight -= not again
 
     async def _send(self, prompt: Prompt) -> None:
         for attempt in range(self._options.attempts):
@@ -225,7 +241,7 @@ class _Run:
         while True:
             self._display.show(self._tally.snapshot())
             await asyncio.sleep(POLL_S)
-            if self._tally.phase == "sending" and time.monotonic() > look_at_s:
+            if self._tally.phase != "sealing" and time.monotonic() > look_at_s:
                 look_at_s = time.monotonic() + LOOK_EVERY_S
                 with suppress(ServerLost):
                     await self._look()
@@ -247,6 +263,10 @@ class _Run:
 def _open_store(options: ExtractOptions, client: ServerClient, info: ServerInfo) -> SealedKeys:
     if not options.remote:
         return SharedDirectory(options.out, info)
+    if options.ahead_samples is not None:
+        raise UsageError(
+            "--ahead-samples needs the capture directory, where trainers note what they took: not --remote"
+        )
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from hashtap.client import ServerClient, ServerInfo
 from hashtap.errors import MismatchError
+from hashtap.order import SealingOrder
 from hashtap.reader import Reader
 
 __all__ = ["RemoteDirectory", "SealedKeys", "SharedDirectory"]
@@ -18,6 +19,12 @@ class SealedKeys(Protocol):
 
     async def among(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of ``keys`` that stand in sealed shards now."""
+
+    async def begin(self) -> None:
+        """More is to come: trainers that follow the directory shall wait for it."""
+
+    async def finish(self) -> None:
+        """All is sealed: trainers that follow the directory shall end with what is there now."""
 
     def ratio(self) -> float | None:
         """Bytes of all states over bytes of the shard files, as of the last question; None when unknown."""
@@ -35,6 +42,7 @@ class SharedDirectory:
     """
 
     def __init__(self, path: Path, info: ServerInfo) -> None:
+        self._order = SealingOrder(path, info.epoch)
         self._reader = Reader(path, epoch=info.epoch, strict=False)
         self._lock = threading.Lock()  # a cancelled question still runs in its thread
         uuid = self._reader.directory.uuid
@@ -47,6 +55,12 @@ class SharedDirectory:
     async def among(self, keys: Sequence[bytes]) -> set[bytes]:
         return await asyncio.to_thread(self._among, keys)
 
+    async def begin(self) -> None:
+        await asyncio.to_thread(self._order.reopen)
+
+    async def finish(self) -> None:
+        await asyncio.to_thread(self._finish)
+
     def ratio(self) -> float | None:
         return self._reader.ratio
 
@@ -58,6 +72,13 @@ class SharedDirectory:
             self._reader.refresh()
             return self._reader.keys().intersection(keys)
 
+    def _finish(self) -> None:
+        with self._lock:
+            self._reader.refresh()
+            self._order.look()
+            self._order.extend(self._reader)
+            self._order.finish()
+
 
 class RemoteDirectory:
     """Asks the server, for a client that does not share its storage."""
@@ -67,6 +88,12 @@ class RemoteDirectory:
 
     async def among(self, keys: Sequence[bytes]) -> set[bytes]:
         return await self._client.sealed(keys)
+
+    async def begin(self) -> None:
+        """Trainers are told nothing: the directory is not to be seen from here."""
+
+    async def finish(self) -> None:
+        """As :meth:`begin`."""
 
     def ratio(self) -> float | None:
         return None

@@ -79,6 +79,11 @@ class Tally:
         self._tokens_done = self._tokens_sealed = 0
         self._started_s = time.monotonic()
 
+    @property
+    def prompts_captured(self) -> int:
+        """Prompts that are acknowledged or sealed, those of earlier runs included."""
+        return len(self._sealed) + len(self.acknowledged)
+
     def missing(self) -> list[Prompt]:
         """Prompts that are not in a sealed shard, in the order of the file."""
         return [prompt for key, prompt in self.prompts.items() if key not in self._sealed]
