@@ -4,8 +4,8 @@ One frame is made by the reference kernel and then sent under ever new keys, fro
 measured is the writer. The exponent table comes from the first two thirds of the states, the frames from the rest.
 """
 
-import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,10 @@ class Feed:
         frame = self._frame()
         self._slots = [frame.copy() for _ in range(max(4, SLOT_BYTES // len(frame)))]
         self.planes = [slot[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for slot in self._slots]
-        self._free = list(range(len(self._slots)))
-        self._freed = threading.Condition()
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(len(self._slots)):
+            self._free.put(slot)
+        self._endless: Writer | None = None
         self.sent = 0
 
     def open(self, directory: CaptureDirectory, threads: int, shard_bytes: int = 2 << 30) -> Writer:
@@ -84,14 +86,29 @@ class Feed:
     def send(self, writer: Writer, count: int) -> None:
         """Send ``count`` prompts of one frame, each when a buffer is free; returns when all are written, not sealed."""
         for _ in range(count):
-            with self._freed:
-                while not self._free:
-                    self._freed.wait()
-                slot = self._free.pop()
-            self.send_one(writer, slot)
-        with self._freed:
-            while len(self._free) < len(self._slots):
-                self._freed.wait()
+            self.send_one(writer, self._free.get())
+        self._wait_for_all()
+
+    def keep_sending(self, writer: Writer) -> None:
+        """Send without end, each buffer again as soon as it is written, on the writer's own thread."""
+        self._endless = writer
+        while not self._free.empty():
+            self.send_one(writer, self._free.get())
+
+    def stop_sending(self) -> None:
+        """Let what was sent be written, and send nothing more."""
+        self._endless = None
+        self._wait_for_all()
+
+    def _give_back(self, slot: int) -> None:
+        if self._endless is not None:
+            self.send_one(self._endless, slot)
+        else:
+            self._free.put(slot)
+
+    def _wait_for_all(self) -> None:
+        for slot in [self._free.get() for _ in self._slots]:
+            self._free.put(slot)
 
     def send_one(self, writer: Writer, slot: int) -> None:
         """Send the frame in buffer ``slot`` under a new key."""
@@ -103,11 +120,6 @@ class Feed:
         header["self_check"] = header_check(buffer[:HEADER_BYTES].view(np.uint64))
         record = Record(self.sent, key, self.ids, salt, captured=True)
         writer.submit(Flight(buffer, lambda: None, [(0, len(buffer), record)], lambda: self._give_back(slot)))
-
-    def _give_back(self, slot: int) -> None:
-        with self._freed:
-            self._free.append(slot)
-            self._freed.notify_all()
 
     def _frame(self) -> npt.NDArray[np.uint8]:
         """What the kernel would write for a prompt of these rows."""

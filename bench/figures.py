@@ -53,9 +53,14 @@ class Measured:
 
 def measurements() -> dict[str, Callable[[], Measured]]:
     """All measurements by name."""
-    from bench import capture_cost, hot_path, shards
+    from bench import capture_cost, hot_path, shards, step_time
 
-    return {"hot_path": hot_path.measure, "shards": shards.measure, "capture_cost": capture_cost.measure}
+    return {
+        "hot_path": hot_path.measure,
+        "shards": shards.measure,
+        "step_time": step_time.measure,
+        "capture_cost": capture_cost.measure,
+    }
 
 
 def measure(run: Callable[[], Measured]) -> tuple[list[Figure], list[Measured]]:

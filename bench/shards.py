@@ -2,7 +2,7 @@
 
 All of it with real states. No figure without right captures: what the writer wrote is verified in full, and compared
 with what it was given. Ratios are of runs that took turns. What one core does is measured in CPU time; two threads
-against one by the best wall time of each, because whatever else runs on the machine only ever adds to it.
+against one by the best time of each, less what threads waited for a processor: whatever else runs only ever adds to it.
 """
 
 import os
@@ -11,12 +11,14 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from bench.clock import Clock
 from bench.feed import Feed
 from bench.figures import Figure, Measured
 
@@ -29,7 +31,7 @@ from hashtap.verify import verify
 from hashtap_kernels.layout import Geometry
 
 ROUNDS = 4
-RAW_BYTES = 1 << 30  # of one writer run; four of them and more are written in all
+RAW_BYTES = 4 << 30  # that a writer's figure is measured on, under distinct keys, in so many rounds
 WIDE = 12  # 12 x 576 = 6,912 channels
 SHARDS = 2400
 FRAME_ROWS = (1, 4, 16, 64, 256)
@@ -66,16 +68,39 @@ def check(feed: Feed) -> None:
             raise SystemExit(f"no figures without right captures: {report.to_json()}")
 
 
-def write(feed: Feed, directory: CaptureDirectory, threads: int, count: int) -> tuple[float, float]:
-    """Write ``count`` frames; CPU seconds of the writer's threads, and seconds until all were written."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a writer took.
+
+    Attributes:
+        cpu_s: of all its threads.
+        took_s: until everything was written, less what its threads waited for a processor.
+        wall_s: until everything was sealed.
+    """
+
+    cpu_s: float
+    took_s: float
+    wall_s: float
+
+
+def write(feed: Feed, directory: CaptureDirectory, threads: int, count: int) -> Written:
+    """Write ``count`` frames."""
     cpu, own, started = time.process_time(), time.thread_time(), time.perf_counter()
+    before = set(thread_ids())
     writer = feed.open(directory, threads)
+    clocks = [Clock(number) for number in thread_ids() if number not in before]
     feed.send(writer, count)
-    took = time.perf_counter() - started
+    took_s = max(clock.seconds() for clock in clocks)
     writer.close()
     if writer.counters()["records"] != count:
         raise SystemExit(f"no figures without right captures: {writer.counters()}")
-    return time.process_time() - cpu - (time.thread_time() - own), took
+    cpu_s = time.process_time() - cpu - (time.thread_time() - own)
+    return Written(cpu_s, took_s, time.perf_counter() - started)
+
+
+def thread_ids() -> list[int]:
+    """The threads of this process, as the kernel numbers them."""
+    return [thread.native_id or 0 for thread in threading.enumerate()]
 
 
 def bare_zstd(feed: Feed, count: int) -> float:
@@ -88,30 +113,29 @@ def bare_zstd(feed: Feed, count: int) -> float:
 
 def writing(narrow: Feed, wide: Feed) -> Measured:
     """The writer's CPU time beside bare zstd's, and two threads beside one."""
-    shares: dict[str, list[float]] = {"narrow": [], "wide": []}
+    shares: dict[str, list[float]] = {"4x576": [], "4x6912": []}
     took: dict[int, list[float]] = {1: [], 2: []}
+    walls: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        for name, feed in (("narrow", narrow), ("wide", wide)):
-            count = RAW_BYTES // feed.rows.nbytes
+        for name, feed in (("4x576", narrow), ("4x6912", wide)):
+            count = RAW_BYTES // ROUNDS // feed.rows.nbytes
             zstd = bare_zstd(feed, count)
             for threads in (1, 2):
                 with captures() as directory:
-                    cpu, seconds = write(feed, directory, threads, count)
+                    written = write(feed, directory, threads, count)
+                speed = count * feed.rows.nbytes / written.wall_s / 1e9
+                walls.setdefault(f"{name}, {threads} threads", []).append(speed)
                 if threads == 1:
-                    shares[name].append(zstd / cpu)
+                    shares[name].append(zstd / written.cpu_s)
                 if feed is narrow:
-                    took[threads].append(seconds)
+                    took[threads].append(written.took_s)
     return Measured(
         [
-            Figure("shards.writer_over_zstd_4x576", statistics.median(shares["narrow"]), 0.85, at_least=True),
-            Figure("shards.writer_over_zstd_4x6912", statistics.median(shares["wide"]), 0.85, at_least=True),
+            Figure("shards.writer_over_zstd_4x576", statistics.median(shares["4x576"]), 0.85, at_least=True),
+            Figure("shards.writer_over_zstd_4x6912", statistics.median(shares["4x6912"]), 0.85, at_least=True),
             Figure("shards.two_threads_over_one", min(took[1]) / min(took[2]), 1.8, at_least=True),
         ],
-        {
-            "writer_over_zstd": shares,
-            "writer_raw_gb_per_s": {n: [RAW_BYTES / seconds / 1e9 for seconds in took[n]] for n in took},
-            "disk_gb_per_s": disk_speed(),
-        },
+        {"writer_over_zstd": shares, "writer_wall_raw_gb_per_s": walls, "disk_gb_per_s": disk_speed()},
     )
 
 
@@ -149,16 +173,16 @@ def reading(narrow: Feed, wide: Feed) -> Measured:
     figures, details = [], {}
     for name, feed in (("4x576", narrow), ("4x6912", wide)):
         with captures() as directory:
-            write(feed, directory, 2, RAW_BYTES // 2 // feed.rows.nbytes)
+            write(feed, directory, 2, RAW_BYTES // 8 // feed.rows.nbytes)
             keys = sorted(Reader(directory).keys())
-            core, one, two = [], [], []
+            one, two = [], []
             for _ in range(ROUNDS):
-                core.append(read_speed(directory, keys, 1, time.thread_time))
-                one.append(read_speed(directory, keys, 1, time.perf_counter))
-                two.append(read_speed(directory, keys, 2, time.perf_counter))
+                one.append(read_speed(directory, keys, 1))
+                two.append(read_speed(directory, keys, 2))
+            core = [speed.a_core for speed in one]
             figures.append(Figure(f"shards.read_gb_per_s_{name}", statistics.median(core), 0.9, True, "GB/s"))
-            figures.append(Figure(f"shards.two_readers_over_one_{name}", max(two) / max(one), 1.6, True))
-            details[f"read_gb_per_s_{name}"] = {"core": core, "one_thread": one, "two_threads": two}
+            figures.append(Figure(f"shards.two_readers_over_one_{name}", max(two).in_all / max(one).in_all, 1.6, True))
+            details[f"read_gb_per_s_{name}"] = {"core, all": one, "core, all by two threads": two}
             if feed is narrow:
                 for quick, bar in ((True, 5.0), (False, 0.8)):
                     speed = statistics.median(verify_speed(directory, quick) for _ in range(ROUNDS))
@@ -168,18 +192,25 @@ def reading(narrow: Feed, wide: Feed) -> Measured:
     return Measured(figures, details)
 
 
-def read_speed(directory: CaptureDirectory, keys: list[bytes], threads: int, clock: Callable[[], float]) -> float:
-    """Raw GB/s of samples read in random order into memory that is there, by ``threads``; ``clock`` times one."""
+class ReadSpeed(NamedTuple):
+    """Raw GB/s by all threads, and in a second of CPU time."""
+
+    in_all: float
+    a_core: float
+
+
+def read_speed(directory: CaptureDirectory, keys: list[bytes], threads: int) -> ReadSpeed:
+    """How fast samples are read in random order into memory that is there."""
     reader = Reader(directory)
     order = np.random.default_rng(0).permutation(len(keys))
-    took: list[float] = []
+    took: list[tuple[float, float]] = []
 
     def read(part: Any) -> None:
         out = np.empty_like(reader.by_key(keys[0]).hidden_states)
-        started = clock()
+        clock, cpu = Clock(), time.thread_time()
         for number in part:
             reader.by_key(keys[number]).read_into(out)
-        took.append(clock() - started)
+        took.append((clock.seconds(), time.thread_time() - cpu))
 
     workers = [threading.Thread(target=read, args=[order[at::threads]]) for at in range(threads)]
     for worker in workers:
@@ -187,7 +218,8 @@ def read_speed(directory: CaptureDirectory, keys: list[bytes], threads: int, clo
     for worker in workers:
         worker.join()
     first = reader.by_key(keys[0])
-    return len(keys) * len(first) * first.facts.geometry.row_bytes / max(took) / 1e9
+    gigabytes = len(keys) * len(first) * first.facts.geometry.row_bytes / 1e9
+    return ReadSpeed(gigabytes / max(seconds for seconds, _ in took), gigabytes / sum(cpu for _, cpu in took))
 
 
 def verify_speed(directory: CaptureDirectory, quick: bool) -> float:

@@ -1,0 +1,152 @@
+"""What a writer costs the thread that it shares an interpreter with: SGLang's scheduler.
+
+A step is Python and small torch operations in turn, about as a scheduler prepares and launches a forward; it keeps the
+interpreter lock for half of its time. With a writer at full speed it is compared with the same step beside an equally
+busy zstd in a process of its own, which leaves nothing but the interpreter lock as a difference; with a writer at the
+demo's rate, with an idle machine. How much the writer gets done meanwhile is told too. The conditions take turns, and
+what was written is verified.
+"""
+
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from bench.clock import Clock
+from bench.feed import Feed
+from bench.figures import Figure, Measured
+from bench.shards import WIDE, captures
+
+from hashtap.codec import compress
+from hashtap.directory import CaptureDirectory
+from hashtap.verify import verify
+
+ROUNDS = 8
+STEPS = 60  # of a condition in a round
+LAYERS = 30
+DEMO_BYTES_PER_S = 14e6  # 3,000 tokens/s of 4 x 576
+MATRIX = torch.ones(8, 576)
+WEIGHTS = torch.ones(576, 576)
+
+
+def measure() -> Measured:
+    """All conditions in turns, in about a minute."""
+    narrow, wide = Feed(256), Feed(256, WIDE)
+    conditions = {
+        "idle": partial(nothing),
+        "zstd": partial(busy_zstd, narrow),
+        "full_4x576": partial(full_speed, narrow),
+        "full_4x6912": partial(full_speed, wide),
+        "demo": partial(demo_rate, narrow),
+    }
+    torch.set_num_threads(1)
+    steps: dict[str, list[float]] = {name: [] for name in conditions}
+    wrote: dict[str, list[float]] = {name: [] for name in conditions}
+    for _ in range(ROUNDS):
+        for name, condition in conditions.items():
+            with condition() as speed:
+                steps[name] += [step() for _ in range(STEPS)]
+                wrote[name].append(speed() / 1e6)
+    p50 = {name: statistics.median(seconds) for name, seconds in steps.items()}
+    p99 = {name: float(np.percentile(seconds, 99)) for name, seconds in steps.items()}
+    print(
+        "step time in ms, p50 and p99:",
+        {name: (round(p50[name] * 1e3, 2), round(p99[name] * 1e3, 2)) for name in steps},
+    )
+    return Measured(
+        [
+            Figure("step_time.full_speed_4x576_over_zstd", p50["full_4x576"] / p50["zstd"], 1.05, at_least=False),
+            Figure("step_time.full_speed_4x6912_over_zstd", p50["full_4x6912"] / p50["zstd"], 1.05, at_least=False),
+            Figure("step_time.demo_rate_over_idle", p50["demo"] / p50["idle"], 1.02, at_least=False),
+        ],
+        {"p50_s": p50, "p99_s": p99, "writer_mb_per_s": wrote},
+    )
+
+
+def step() -> float:
+    """Seconds of one step."""
+    clock = Clock()
+    table: dict[int, int] = {}
+    for layer in range(LAYERS):
+        for number in range(300):
+            table[number] = table.get(number, 0) + layer
+        torch.mm(MATRIX, WEIGHTS)
+    return clock.seconds()
+
+
+Speed = Callable[[], float]
+
+
+@contextmanager
+def nothing() -> Iterator[Speed]:
+    """Nothing else runs."""
+    yield lambda: 0.0
+
+
+@contextmanager
+def busy_zstd(feed: Feed) -> Iterator[Speed]:
+    """Another process compresses."""
+    process = multiprocessing.get_context("fork").Process(target=compress_for_ever, args=[feed], daemon=True)
+    process.start()
+    try:
+        yield lambda: 0.0
+    finally:
+        process.kill()
+        process.join()
+
+
+def compress_for_ever(feed: Feed) -> None:
+    while True:
+        for plane in feed.planes:
+            compress(plane)
+
+
+@contextmanager
+def full_speed(feed: Feed) -> Iterator[Speed]:
+    """A writer's one thread always has work: it sends each buffer again as soon as it is written."""
+    with written(feed) as directory:
+        writer = feed.open(directory, 1)
+        feed.keep_sending(writer)
+        began = time.perf_counter()
+        try:
+            yield lambda: writer.counters()["raw_bytes"] / (time.perf_counter() - began)
+        finally:
+            feed.stop_sending()
+            writer.close()
+
+
+@contextmanager
+def demo_rate(feed: Feed) -> Iterator[Speed]:
+    """A writer is sent a frame now and then."""
+    with written(feed) as directory:
+        writer = feed.open(directory, 1)
+        stop = threading.Event()
+
+        def send() -> None:
+            while not stop.wait(feed.rows.nbytes / DEMO_BYTES_PER_S):
+                feed.send(writer, 1)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        began = time.perf_counter()
+        try:
+            yield lambda: writer.counters()["raw_bytes"] / (time.perf_counter() - began)
+        finally:
+            stop.set()
+            sender.join()
+            writer.close()
+
+
+@contextmanager
+def written(feed: Feed) -> Iterator[CaptureDirectory]:
+    """A directory whose captures are verified at the end."""
+    with captures() as directory:
+        yield directory
+        report = verify(directory.path)
+        if not report.ok:
+            raise SystemExit(f"no figures without right captures: {report.to_json()}")
