@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import stat
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ __all__ = [
     "CaptureDirectory",
     "host_name",
     "place_first",
+    "read_regular",
     "shard_name",
     "sync_directory",
 ]
@@ -88,8 +90,7 @@ class CaptureDirectory:
             raise UsageError(f"{path} is not a directory: give the directory that the server captured to")
         identity = path / IDENTITY_FILE
         try:
-            with identity.open("rb") as file:
-                text = file.read(_IDENTITY_LIMIT_BYTES)
+            text = read_regular(identity, _IDENTITY_LIMIT_BYTES)
         except FileNotFoundError:
             raise UsageError(
                 f"{path} holds no {IDENTITY_FILE}, so nothing was captured to it: give the server's capture directory"
@@ -113,6 +114,23 @@ class CaptureDirectory:
             return os.listdir(self.path)
         except OSError as error:
             raise UsageError(f"cannot list the capture directory {self.path}: {error.strerror}") from error
+
+
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """The first ``limit_bytes`` of a file that may be anything: never waits for a pipe, and reads no device.
+
+    Raises:
+        OSError: when it cannot be read.
+        FormatError: when it is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FormatError(f"{path} is damaged: it is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(path: Path) -> None:

@@ -22,6 +22,7 @@ from uuid import uuid4
 import numpy as np
 import xxhash
 
+from hashtap.directory import read_regular
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, Shard
@@ -49,7 +50,9 @@ def identity_of(path: Path) -> Identity:
 def load_cache(directory: Path) -> dict[Path, tuple[Identity, Shard]]:
     """The cached shards of a directory; empty when there is no cache that can be used."""
     try:
-        data = (directory / CACHE_NAME).read_bytes()
+        # It holds less than the shards do, of which it holds a part.
+        limit_bytes = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.name[:1] != ".")
+        data = read_regular(directory / CACHE_NAME, limit_bytes)
         return _parse(directory, data)
     except (OSError, FormatError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}

@@ -67,6 +67,8 @@ class Manifest:
         """
         path = Path(directory) / MANIFEST_NAME
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("it is not a regular file")  # arrow would wait for a pipe
             table = pq.read_table(path, partitioning=None)
             if not table.schema.equals(_SCHEMA):
                 raise FormatError(f"{path} is not a hashtap manifest: its columns are {table.schema.names}")

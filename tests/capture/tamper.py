@@ -56,7 +56,7 @@ class Tampered:
         ids: npt.NDArray[np.int64] = self.frames[frame][start : start + 8 * n].view("<i8")
         return ids
 
-    def reseal(self, *, checks: Iterable[str] = ("header", "frame", "trailer")) -> None:
+    def reseal(self, *, checks: Iterable[str] = ("header", "size", "sum", "trailer")) -> None:
         """Write it back, with the ``checks`` recomputed."""
         checks = set(checks)
         offset = 0
@@ -64,8 +64,10 @@ class Tampered:
             fields = self.fields(row)
             if "header" in checks:
                 fields["self_check"] = header_check(frame[:HEADER_BYTES].view("<u8"))
-            if "frame" in checks:
-                fields["stored_bytes"], fields["stored_sum"] = len(frame), 0
+            if "size" in checks:
+                fields["stored_bytes"] = len(frame)
+            if "sum" in checks:
+                fields["stored_sum"] = 0
                 fields["stored_sum"] = xxhash.xxh3_64_intdigest(frame.tobytes())
                 self.index[row, 2] = fields["stored_sum"][0]
             self.index[row, :2] = offset, len(frame)

@@ -56,11 +56,3 @@ def test_nothing_is_taken_but_one_whole_frame_of_the_right_size() -> None:
     for bad in (coded[:-1], coded[:20], coded[:5], b"", coded + b"7 bytes", coded + coded, no_size, b"x" * 99, bomb):
         with pytest.raises(FormatError, match="its zstd frame"):
             decompress(np.frombuffer(bytes(bad), np.uint8), len(plain))
-
-
-def test_a_frame_that_claims_a_terabyte_is_not_believed() -> None:
-    # Magic, a descriptor with an 8-byte content size, that size, an empty last block.
-    claim = bytes.fromhex("28b52ffd e0") + (1 << 40).to_bytes(8, "little") + bytes.fromhex("010000")
-    assert zstandard.get_frame_parameters(claim).content_size == 1 << 40
-    with pytest.raises(FormatError, match="declares 1099511627776 bytes where 4096 belong"):
-        decompress(np.frombuffer(claim, np.uint8), 4096)
