@@ -32,7 +32,7 @@ class LiveStream(IterableDataset[Batch]):
 
     It ends behind the last record when ``hashtap extract`` has finished, or when nothing was sealed for ``idle_s`` of
     waiting, or with the first ``count`` records. Of several clients at a time the first to finish ends it, unless they
-    extract with ``--remote``.
+    extract with ``--remote``. Where an earlier extraction has finished, start the next one before the stream.
 
     A record is one sample, under the name and loss mask of the first that the manifest has for it. Ranks take turns at
     the batches; none is handed out before each rank can have one, and the last ones, fewer than there are ranks, are

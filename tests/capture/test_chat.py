@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests import models
-from tests.capture.tokenizers import BLOCKS, PLAIN, WITH_BOS, make_tokenizer
+from tests.capture.tiny_tokenizer import BLOCKS, PLAIN, WITH_BOS, make_tokenizer
 
 from hashtap.chat import ChatTokenizer, Untokenised
 from hashtap.errors import UsageError

@@ -236,6 +236,11 @@ def test_show_of_an_empty_directory(tmp_path: Path, hashtap: Hashtap) -> None:
         ),
         (["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{peer_dir}", "--layers", "1"], 2, "captures the"),
         (["extract", "{tmp}/s.jsonl", "--server", "{bare}", "--out", "{peer_dir}"], 2, "runs without hashtap"),
+        (
+            ["extract", "{tmp}/s.jsonl", "--server", "{peer}", "--out", "{tmp}/o", "--remote", "--ahead-samples", "3"],
+            2,
+            "not --remote",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(

@@ -10,7 +10,7 @@ from tests.capture.peer import Peer
 from tests.capture.test_chat import CHAT, marked
 from tests.capture.test_cli import Hashtap, hashtap, only_line
 from tests.capture.test_sample_rows import SCHEMA, save_dataset
-from tests.capture.tokenizers import BLOCKS, make_tokenizer
+from tests.capture.tiny_tokenizer import BLOCKS, make_tokenizer
 
 from hashtap.chat import ChatTokenizer
 from hashtap.datasets import CaptureDataset

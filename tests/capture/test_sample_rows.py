@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.capture.tokenizers import make_tokenizer
+from tests.capture.tiny_tokenizer import make_tokenizer
 
 from hashtap.chat import ChatTokenizer
 from hashtap.errors import UsageError
