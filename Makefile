@@ -3,6 +3,7 @@
 # make check      ruff, mypy, import rules make fmt        format the code
 # make bench      the figures and bars     make wheel      build, install elsewhere, import
 # make test-triton   the kernels' quick tests under the oldest and the newest Triton that serve
+# make test-trainers   captures read and trained on by the trainers' own packages (TRAINERS=readers for one environment)
 #
 # Every verb builds .venv first where it is missing or the locks have changed.
 
@@ -11,8 +12,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
 TRITONS := 3.6.0 3.9.0
+TRAINERS := readers speculators modelopt
+TESTS_OF_readers := tests/trainers/test_specforge.py tests/trainers/test_angelslim.py
+TESTS_OF_speculators := tests/trainers/test_speculators.py
+TESTS_OF_modelopt := tests/trainers/test_modelopt.py
 
-.PHONY: demo test test-all test-triton check bench fmt wheel
+.PHONY: demo test test-all test-triton test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel
 
 demo: $(ENVIRONMENT)
 	$(PY) bench/demo.py $(DEMO)
@@ -33,6 +38,25 @@ test-triton: $(TRITONS:%=.cache/triton-%/.installed)
 .cache/triton-%/.installed: | $(ENVIRONMENT)
 	rm -rf $(@D)
 	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==$*
+	touch $@
+
+test-trainers: $(TRAINERS:%=test-trainer-%)
+
+# A second OpenMP thread makes these small models slower on a shared machine. Warnings are the packages' own.
+$(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cache/trainers/captures
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -q -W default -m trainer $(TESTS_OF_$*)
+
+.cache/trainers/%/.installed: tests/trainers/locks/%.lock tests/trainers/locks/%-nodeps.lock
+	rm -rf $(@D)
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r tests/trainers/locks/$*.lock
+	$(@D)/bin/python -m pip install --quiet --no-deps -r tests/trainers/locks/$*-nodeps.lock
+	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.cache/trainers/captures: tests/trainers/smollm2.py | $(ENVIRONMENT)
+	rm -rf $@
+	$(PY) -m tests.trainers.smollm2 $@
 	touch $@
 
 check: $(ENVIRONMENT)
