@@ -4,6 +4,7 @@ One frame is made by the reference kernel and then sent under ever new keys, fro
 measured is the writer. The exponent table comes from the first two thirds of the states, the frames from the rest.
 """
 
+import itertools
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -56,7 +57,7 @@ class Feed:
         for slot in range(len(self._slots)):
             self._free.put(slot)
         self._endless: Writer | None = None
-        self.sent = 0
+        self._numbers = itertools.count(1)  # of what is sent; two threads never get the same
 
     def open(self, directory: CaptureDirectory, threads: int, shard_bytes: int = 2 << 30) -> Writer:
         """A writer for what :meth:`send` sends."""
@@ -112,13 +113,13 @@ class Feed:
 
     def send_one(self, writer: Writer, slot: int) -> None:
         """Send the frame in buffer ``slot`` under a new key."""
-        self.sent += 1
-        buffer, salt = self._slots[slot], str(self.sent).encode()
+        number = next(self._numbers)
+        buffer, salt = self._slots[slot], str(number).encode()
         header = buffer[:HEADER_BYTES].view(HEADER)
         key = prompt_key(self.ids, salt)
-        header["serial"], header["key"] = self.sent, np.frombuffer(key, np.uint64)
+        header["serial"], header["key"] = number, np.frombuffer(key, np.uint64)
         header["self_check"] = header_check(buffer[:HEADER_BYTES].view(np.uint64))
-        record = Record(self.sent, key, self.ids, salt, captured=True)
+        record = Record(number, key, self.ids, salt, captured=True)
         writer.submit(Flight(buffer, lambda: None, [(0, len(buffer), record)], lambda: self._give_back(slot)))
 
     def _frame(self) -> npt.NDArray[np.uint8]:

@@ -26,8 +26,8 @@ from hashtap.codec import compress
 from hashtap.directory import CaptureDirectory
 from hashtap.verify import verify
 
-ROUNDS = 8
-STEPS = 60  # of a condition in a round
+ROUNDS = 12
+STEPS = 80  # of a condition in a round
 LAYERS = 30
 DEMO_BYTES_PER_S = 14e6  # 3,000 tokens/s of 4 x 576
 MATRIX = torch.ones(8, 576)
@@ -45,26 +45,33 @@ def measure() -> Measured:
         "demo": partial(demo_rate, narrow),
     }
     torch.set_num_threads(1)
-    steps: dict[str, list[float]] = {name: [] for name in conditions}
+    steps: dict[str, list[list[float]]] = {name: [] for name in conditions}
     wrote: dict[str, list[float]] = {name: [] for name in conditions}
     for _ in range(ROUNDS):
         for name, condition in conditions.items():
             with condition() as speed:
-                steps[name] += [step() for _ in range(STEPS)]
+                steps[name].append([step() for _ in range(STEPS)])
                 wrote[name].append(speed() / 1e6)
-    p50 = {name: statistics.median(seconds) for name, seconds in steps.items()}
-    p99 = {name: float(np.percentile(seconds, 99)) for name, seconds in steps.items()}
-    print(
-        "step time in ms, p50 and p99:",
-        {name: (round(p50[name] * 1e3, 2), round(p99[name] * 1e3, 2)) for name in steps},
-    )
+    details = {}
+    for name, rounds in steps.items():
+        p50, p99 = (float(np.percentile(rounds, part)) * 1e3 for part in (50, 99))
+        speed_mb = statistics.median(wrote[name])
+        print(f"step with {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, writer {speed_mb:.0f} MB/s", flush=True)
+        details[name] = {"p50_ms": p50, "p99_ms": p99, "writer_mb_per_s": speed_mb}
+    pairs = ("full_4x576", "zstd", 1.05), ("full_4x6912", "zstd", 1.05), ("demo", "idle", 1.02)
     return Measured(
         [
-            Figure("step_time.full_speed_4x576_over_zstd", p50["full_4x576"] / p50["zstd"], 1.05, at_least=False),
-            Figure("step_time.full_speed_4x6912_over_zstd", p50["full_4x6912"] / p50["zstd"], 1.05, at_least=False),
-            Figure("step_time.demo_rate_over_idle", p50["demo"] / p50["idle"], 1.02, at_least=False),
+            Figure(f"step_time.{one}_over_{other}", ratio(steps[one], steps[other]), bar, at_least=False)
+            for one, other, bar in pairs
         ],
-        {"p50_s": p50, "p99_s": p99, "writer_mb_per_s": wrote},
+        details,
+    )
+
+
+def ratio(ones: list[list[float]], others: list[list[float]]) -> float:
+    """The median over rounds of one condition's median step over the other's."""
+    return statistics.median(
+        statistics.median(one) / statistics.median(other) for one, other in zip(ones, others, strict=True)
     )
 
 
