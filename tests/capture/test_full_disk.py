@@ -56,6 +56,63 @@ print(json.dumps(answer))
 """
 
 
+TAKEN_AWAY = """
+import json, subprocess, sys, time
+from pathlib import Path
+from tests.capture.build import Host, states_of
+from hashtap.reader import Reader
+from hashtap.verify import verify
+
+disk, path, told = Path(sys.argv[1]), Path(sys.argv[1]) / "captures", []
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+def run(*command):
+    subprocess.run(command, check=True)
+
+def captured():
+    for capture in Reader(path):
+        assert (capture.hidden_states == states_of(capture.token_ids.tolist())).all()
+    return sorted(int(capture.token_ids[0]) for capture in Reader(path))
+
+def in_trouble(prompt):
+    errors = host.writer.counters()["write_errors"]
+    host.capture([prompt])
+    until(lambda: host.writer.counters()["write_errors"] > errors)
+    told.append(host.writer.trouble)
+
+with Host(path, threads=2, codec="none") as host:
+    host.capture([[1] * 100])
+    host.writer.drain()
+    run("mount", "-o", "remount,ro", str(disk))
+    in_trouble([2] * 100)
+    run("mount", "-o", "remount,rw", str(disk))
+    host.settle()
+    host.writer.drain()
+    before = captured()
+    run("umount", "-l", str(disk))
+    in_trouble([3] * 100)
+    run("mount", "-t", "tmpfs", "-o", "size=50m", "none", str(disk))
+    (path).mkdir()
+    (path / "hashtap.json").write_text(json.dumps({"format": 1, "uuid": host.directory.uuid}))
+    host.settle()
+    host.capture([[4] * 100])
+after = captured()
+print(json.dumps({"told": told, "before": before, "after": after, "ok": verify(path).ok}))
+"""
+
+
+def test_a_disk_that_is_taken_away(tmp_path: Path) -> None:
+    """Read-only for a while, then unmounted and mounted again: what was captured in the meantime is written then."""
+    answer = json.loads(on_tmpfs(tmp_path, 50, "-c", TAKEN_AWAY, str(tmp_path)))
+    assert answer["told"] == ["Read-only file system", "No such file or directory"]
+    assert (answer["before"], answer["after"], answer["ok"]) == ([1, 2], [3, 4], True)
+
+
 def test_a_disk_that_fills_up_and_is_emptied(tmp_path: Path) -> None:
     """What is captured while it is full waits, which is counted and told; then all of it is there."""
     answer = json.loads(on_tmpfs(tmp_path, 50, "-c", CHILD, str(tmp_path)))
