@@ -1,11 +1,17 @@
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import zstandard
+from tests.capture.build import Host
 
-from hashtap.codec import compress, decompress
+from hashtap.codec import Codec, compress, decompress
 from hashtap.errors import FormatError
+from hashtap.reader import Reader
 
 
 def skewed(size: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -27,11 +33,24 @@ def test_what_does_not_shrink_is_left_alone() -> None:
     assert compress(np.array([7], np.uint8)) is None
 
 
-def test_any_zstd_reads_it() -> None:
-    plain = skewed(300_000)
-    coded = compress(plain)
-    assert coded is not None
-    assert zstandard.ZstdDecompressor().decompress(coded) == plain.tobytes()
+def test_any_zstd_reads_it(tmp_path: Path) -> None:
+    """The frames cut out of a real shard: at once, as a stream, by another library and by the command line."""
+    with Host(tmp_path, table=np.full((4, 72), 120, np.uint8)) as host:
+        host.capture([[n] * 300 for n in range(3)], chunk=200)
+    reader = Reader(tmp_path)
+    sections = [
+        (frame.coded.tobytes(), frame.plain().tobytes())
+        for shard in reader.shards
+        for frame in (reader.frame(shard, row) for row in range(len(shard.index)))
+        if frame.header.codec == Codec.ZSTD
+    ]
+    assert len(sections) > 3
+    for coded, plain in sections:
+        assert zstandard.ZstdDecompressor().decompress(coded) == plain
+        assert zstandard.ZstdDecompressor().decompressobj().decompress(coded) == plain
+        assert pyarrow.decompress(coded, len(plain), "zstd", asbytes=True) == plain
+        if command := shutil.which("zstd"):
+            assert subprocess.run([command, "-dc"], input=coded, capture_output=True, check=True).stdout == plain
 
 
 def test_each_thread_has_its_own_contexts() -> None:

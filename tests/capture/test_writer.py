@@ -350,6 +350,34 @@ def test_no_shard_is_empty(tmp_path: Path, count: int) -> None:
     assert_captured(tmp_path, prompts)
 
 
+def test_no_shard_has_more_frames_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hashtap.writer.MAX_FRAMES", 32)
+    prompts = [[n] for n in range(200)]
+    with Host(tmp_path, threads=2) as host:
+        for ids in prompts:
+            host.capture([ids])
+    assert_captured(tmp_path, prompts)
+    sizes = [len(shard.index) for shard in Reader(tmp_path).shards]
+    assert max(sizes) <= 32
+    assert len(sizes) == 7
+
+
+@pytest.mark.slow
+def test_200000_prompts_of_one_token(tmp_path: Path) -> None:
+    """A header does not grow with them, and all can be opened and found."""
+    geometry = Geometry(1, 8)
+    states = states_of([1], geometry)
+    with Host(tmp_path, geometry, codec="none", seal_after_s=60.0) as host:
+        for start in range(0, 200_000, 500):
+            host.forward([(host.record([n]), states, 0, 1) for n in range(start, start + 500)])
+    reader = Reader(tmp_path)
+    assert len(reader) == 200_000
+    for shard in reader.shards:
+        assert shard.frames_at == 4096
+    for number in (0, 1, 99_999, 199_999):
+        assert (reader.by_token_ids([number]).hidden_states == states).all()
+
+
 def test_a_shard_is_sealed_when_no_rows_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hashtap")
     with Host(tmp_path, seal_after_s=0.1) as host:
