@@ -135,26 +135,27 @@ class SealingOrder:
         """The file, locked and taken in; made if it is to be written and missing."""
         flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
         try:
-            file = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+            # Without waiting, as somebody may have put a pipe there.
+            file = os.open(self._path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            try:
+                fcntl.flock(file, kind)
+                if kind == fcntl.LOCK_EX and os.fstat(file).st_size < _HEADER.size:
+                    self._write_header(file, 0, None)
+                self._take_in(file)
+                yield file
+            finally:
+                os.close(file)
         except OSError as error:
             raise UsageError(
-                f"cannot open {self._path}: {error.strerror}; who follows a capture directory must be able to write it"
+                f"cannot use {self._path}: {error.strerror or error}; who follows a capture directory writes to it"
             ) from None
-        try:
-            fcntl.flock(file, kind)
-            if kind == fcntl.LOCK_EX and os.fstat(file).st_size < _HEADER.size:
-                self._write_header(file, 0, None)
-            self._take_in(file)
-            yield file
-        finally:
-            os.close(file)
 
     def _take_in(self, file: int) -> None:
         size = os.fstat(file).st_size
         if size < _HEADER.size and not self._rows:
             return  # whoever made it was killed before he wrote to it
         header = os.pread(file, _HEADER.size, 0)
-        if not header.startswith(_MAGIC):
+        if size < _HEADER.size or not header.startswith(_MAGIC):
             raise FormatError(f"{self._path} is not an order of records: delete it and start again")
         _, asked, end = _HEADER.unpack(header)
         fresh = os.pread(file, size, _HEADER.size + len(self._rows))
