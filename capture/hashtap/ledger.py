@@ -51,6 +51,8 @@ class Ledger:
         """
         while self._abandoned_news:
             self._abandoned[self._abandoned_news.popleft()] = submitted
+        if not self._abandoned:
+            return
         oldest = min(outstanding, default=submitted + 1)
         for serial, before in list(self._abandoned.items()):
             record = self._open.get(serial)

@@ -96,7 +96,10 @@ class Writer:
 
         # Held over disk writes, so never by submit(), which the server's scheduler calls.
         self._appending = threading.Lock()
-        self._changed = threading.Condition()  # guards all that follows; held for moments only
+        # One lock guards all that follows, held for moments only. Threads that look for work wait apart from the rest:
+        # each flight and each frame wakes one of them, not all.
+        lock = threading.RLock()
+        self._changed, self._work = threading.Condition(lock), threading.Condition(lock)
         self._flights: deque[tuple[int, Flight]] = deque()
         self._frames: deque[tuple[_Landed, int, int, Record]] = deque()
         self._outstanding: set[int] = set()  # numbers of the flights that are not released yet
@@ -124,7 +127,7 @@ class Writer:
                 self._submitted += 1
                 self._outstanding.add(self._submitted)
                 self._flights.append((self._submitted, flight))
-                self._changed.notify_all()
+                self._work.notify()
                 return
         log.error("a forward was captured after the writer was closed: it is not stored")
         flight.release()
@@ -162,7 +165,7 @@ class Writer:
         self.drain()
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -212,7 +215,7 @@ class Writer:
                     if left_s <= 0:
                         shard, self._shard = self._shard, None
                         return partial(self._end, shard)
-                self._changed.wait(left_s)
+                self._work.wait(left_s)
 
     def _land(self, number: int, flight: Flight) -> None:
         """Wait for a flight's bytes, then offer its frames to all threads."""
@@ -233,7 +236,7 @@ class Writer:
             return
         with self._changed:
             self._frames.extend((landed, offset, size, record) for offset, size, record in frames)
-            self._changed.notify_all()
+            self._work.notify(len(frames) - 1)  # this thread takes one
 
     def _store(self, landed: _Landed, offset: int, size: int, record: Record) -> None:
         """Check, compress and append one frame."""
@@ -350,7 +353,6 @@ class Writer:
             self._shard = shard
             self._ledger.shard_opened(shard.number)
             self._shards_opened += 1
-            self._changed.notify_all()  # the threads now have a time to seal at
         return shard
 
     def _detach(self) -> ShardFile | None:
