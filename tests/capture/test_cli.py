@@ -12,7 +12,8 @@ from shutil import disk_usage
 from typing import Any
 
 import pytest
-from tests.capture.peer import Answer, Peer
+import torch
+from tests.capture.peer import Answer, Peer, states
 from tests.capture.test_extract import ROOT, free_port, prompts, write
 from tests.capture.test_recover import die
 
@@ -182,6 +183,34 @@ def test_verify_names_a_flipped_bit(captured: Captured, tmp_path: Path, hashtap:
     assert code == 1
     assert shard.name in out
     assert "12/12" not in out
+
+
+def test_verify_names_a_sample_whose_values_are_no_numbers(
+    tmp_path: Path, hashtap: Hashtap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 7 of one prompt is NaN, that of another infinite: the run goes on, and both are named."""
+    bad = {700: float("nan"), 701: float("inf")}
+
+    def spoilt(token_ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        layers = states(token_ids, positions)
+        for token, value in bad.items():
+            layers[2][(token_ids == token) & (positions == 7), 5] = value
+        return layers
+
+    monkeypatch.setattr("tests.capture.peer.states", spoilt)
+    wanted = [[n] * 20 for n in range(4)]
+    wanted[1][7], wanted[2][7], wanted[3][8] = 700, 701, 700
+    samples = write(tmp_path / "s.jsonl", wanted)
+    with Peer(tmp_path / "captures") as peer:
+        code, out, _ = hashtap("extract", samples, "--server", peer.url, "--out", peer.directory)
+    assert code == 0
+    code, out, _ = hashtap("verify", tmp_path / "captures", "--samples", samples)
+    assert code == 1
+    nan, inf, summary = out.splitlines()
+    assert nan.startswith("nan: sample s-2, ")
+    assert inf.startswith("inf: sample s-3, ")
+    assert all("rows 7, boundary 5" in line for line in (nan, inf))
+    assert "2/4 verified" in summary
 
 
 def test_show_describes_a_directory(captured: Captured, hashtap: Hashtap) -> None:

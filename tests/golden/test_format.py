@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.capture.build import SEED
+from tests.capture.tamper import Tampered
 from tests.golden import independent, independent_sums, make_golden
 
+from hashtap.errors import FormatError
 from hashtap.identity import prompt_key
 from hashtap.reader import Reader
 from hashtap.verify import verify
@@ -172,3 +174,46 @@ def test_cut_golden_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         with pytest.raises((AssertionError, ValueError, IndexError)):
             list(independent.read_directory(tmp_path / "shared"))
+
+
+def test_another_version_is_refused_by_both_readers(tmp_path: Path) -> None:
+    """What version 1 does with version 2, in the shard's facts, in a frame and in the identity (§9)."""
+
+    def refused(message: str) -> None:
+        with pytest.raises(FormatError, match=message):
+            [capture.hidden_states for capture in Reader(path)]
+        with pytest.raises(AssertionError):
+            list(independent.read_directory(path))
+        shutil.rmtree(path)
+        shutil.copytree(HERE / "shared", path)
+
+    path = tmp_path / "shared"
+    shutil.copytree(HERE / "shared", path)
+    shard = sorted(path.glob("*.safetensors"))[0]
+    tampered = Tampered(shard)
+    tampered.header["__metadata__"]["hashtap.format"] = "2"
+    tampered.reseal()
+    refused("written in format '2' and this hashtap reads 1")
+    tampered = Tampered(shard)
+    tampered.fields(0)["version"] = 2
+    tampered.reseal()
+    refused("has version 2, and this hashtap reads 1")
+    identity = json.loads((path / "hashtap.json").read_text())
+    (path / "hashtap.json").write_text(json.dumps(identity | {"format": 2}))
+    with pytest.raises(FormatError, match="says format 2 and this hashtap reads 1"):
+        Reader(path)
+
+
+def test_new_keys_are_ignored_and_new_tensors_are_not(tmp_path: Path) -> None:
+    shutil.copytree(HERE / "shared", tmp_path / "shared")
+    shard = sorted((tmp_path / "shared").glob("*.safetensors"))[0]
+    before = [capture.key for capture in Reader(HERE / "shared")]
+    tampered = Tampered(shard)
+    tampered.header["__metadata__"] |= {"hashtap.new": "x", "other": "y"}
+    tampered.reseal()
+    assert [capture.key for capture in Reader(tmp_path / "shared")] == before
+    assert len(list(independent.read_directory(tmp_path / "shared"))) == len(before)
+    tampered.header["more"] = dict(tampered.header["trailer"])
+    tampered.reseal()
+    with pytest.raises(FormatError, match="other tensors"):
+        Reader(tmp_path / "shared")
