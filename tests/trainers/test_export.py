@@ -29,7 +29,8 @@ from hashtap.trainers.targets import TARGETS
 from hashtap_kernels.layout import Dtype, Geometry
 
 H = GEOMETRY.hidden
-PROMPTS = [[n + 1, *range(length - 1)] for n, length in enumerate([3, 300, 1, 17, 256, 5])]
+# The first has as many tokens as there are layers: axes that were swapped would fit too.
+PROMPTS = [[n + 1, *range(length - 1)] for n, length in enumerate([4, 300, 1, 17, 256, 5])]
 NAMES = ["a/b", "0", "s 2", "…", "s4", "again"]  # of samples; the last has the prompt of the second
 
 
@@ -147,7 +148,7 @@ def test_every_value_is_the_captured_one(post: Path, pre: Path, tmp_path: Path, 
     assert (exported.samples, exported.written, exported.skipped, exported.missing) == (6, 6, 0, 0)
     lines = [json.loads(line) for line in (tmp_path / "out" / "hashtap-samples.jsonl").read_text().splitlines()]
     assert [line["sample_id"] for line in lines] == NAMES
-    assert [line["tokens"] for line in lines] == [3, 300, 1, 17, 256, 300]
+    assert [line["tokens"] for line in lines] == [4, 300, 1, 17, 256, 300]
     for index, line in enumerate(lines):
         path = tmp_path / "out" / line["file"]
         found, expected = load(path), as_written(target, index, norm == "pre")
@@ -173,6 +174,28 @@ def test_the_same_without_files_and_in_another_process(pre: Path) -> None:
     for index in range(6):
         for name, value in as_written("speculators", index, True).items():
             assert_equal(source[index][name], value)
+
+
+def test_row_p_belongs_to_token_p(tmp_path: Path) -> None:
+    """Nothing is shifted: ids 0 to 9, states that say their position, a mask that differs at each end."""
+    ids = list(range(10))
+    with Host(tmp_path) as host:
+        values = torch.arange(10.0).bfloat16().view(10, 1, 1).expand(10, 4, H)
+        states = values.contiguous().view(torch.int16).numpy().view(np.uint16)
+        host.forward([(host.record(ids), states, 0, 10)])
+    mask = [1, 0, 0, 0, 1, 1, 0, 1, 1, 0]
+    (tmp_path / "s.jsonl").write_text(json.dumps({"id": "ten", "input_ids": ids, "loss_mask": mask}))
+    for target, names in (
+        ("specforge", ("aux_hidden_state", "hidden_state")),
+        ("modelopt", ("aux_hidden_states", "hidden_states")),
+        ("angelslim", ("hidden_states", "target_hiddens")),
+    ):
+        fields: Any = TrainerSource(tmp_path, target, Choice(samples=tmp_path / "s.jsonl"))[0]
+        for name in names:
+            rows = fields[name].reshape(10, -1)[:, [0, -1]]
+            assert rows.tolist() == [[p, p] for p in range(10)], (target, name)
+        assert fields["input_ids"].flatten().tolist() == ids
+        assert fields["loss_mask"].flatten().tolist() == mask
 
 
 def test_speculators_dataset(pre: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +238,7 @@ def test_notes_say_how_to_read_it(pre: Path, post: Path, tmp_path: Path) -> None
         where = "before" if target == "speculators" else "after"
         assert notes["final state"]["written"] == notes["final state"]["captured"] == f"{where} the final norm"
         assert notes["fields"].keys() >= as_written(target, 0, False).keys()
-        assert (notes["samples"], notes["tokens"], notes["weights"]) == (6, 877, "weights-1")
+        assert (notes["samples"], notes["tokens"], notes["weights"]) == (6, 878, "weights-1")
 
 
 # The final norm.
@@ -358,7 +381,7 @@ def test_a_mask_of_another_length(tmp_path: Path) -> None:
     masks = table["loss_mask"].to_pylist()
     masks[0] = masks[0][:-1]
     Manifest(table.set_column(4, table.schema.field(4), pa.array(masks, pa.list_(pa.uint8()))))._write(path)
-    with pytest.raises(MismatchError, match="the loss mask of sample 'a/b' has 2 elements and its capture 3 tokens"):
+    with pytest.raises(MismatchError, match="the loss mask of sample 'a/b' has 3 elements and its capture 4 tokens"):
         TrainerSource(path, "modelopt")
 
 
@@ -459,6 +482,26 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
     assert many - few < 200 * 2_000
 
 
+@pytest.mark.slow
+def test_five_thousand_samples_in_flat_memory(tmp_path: Path) -> None:
+    """The process's own memory does not grow from the 1,000th to the last of 5,000 samples; shards are mapped files."""
+    with Host(tmp_path / "c", Geometry(4, 576)) as host:
+        for first in range(0, 5000, 250):
+            host.capture([[n, *range(4 + n % 32)] for n in range(first, first + 250)])
+    source = TrainerSource(tmp_path / "c", "specforge", Choice(loss_on_all=True))
+    own_kib: dict[int, int] = {}
+
+    def note(done: int, samples: int, tokens: int, seconds: float) -> None:
+        if done in (1000, samples):
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            own_kib[done] = int(status["RssAnon"].split()[0])
+
+    assert export(source, tmp_path / "out", progress=note).written == 5000
+    print(f"own memory: {own_kib[1000]:,} KiB after 1,000 samples, {own_kib[5000]:,} KiB after 5,000")
+    assert own_kib[5000] - own_kib[1000] < 8 * 1024
+    assert len(list((tmp_path / "out").rglob("*.ckpt"))) == 5000
+
+
 # The command line.
 
 
@@ -474,7 +517,7 @@ def test_command_line(
     code, out, err = run(post, tmp_path / "out", "--to", "modelopt")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"6 samples, 877 tokens for modelopt in {tmp_path}/out",
+        f"6 samples, 878 tokens for modelopt in {tmp_path}/out",
         f"  layer ids [1, 2, 3]; what they mean, and the norm: {tmp_path}/out/hashtap-export.json",
     ]
     code, out, err = run(post, tmp_path / "out", "--to", "modelopt", "--json")
