@@ -56,7 +56,7 @@ $(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cach
 
 .cache/trainers/captures: tests/trainers/smollm2.py | $(ENVIRONMENT)
 	rm -rf $@
-	$(PY) -m tests.trainers.smollm2 $@
+	OMP_NUM_THREADS=1 $(PY) -m tests.trainers.smollm2 $@
 	touch $@
 
 check: $(ENVIRONMENT)

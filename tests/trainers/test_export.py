@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import re
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from hashtap.trainers.source import Choice, TrainerSource
 from hashtap.trainers.targets import TARGETS
 from hashtap_kernels.layout import Dtype, Geometry
 
+ROOT = Path(__file__).parents[2]
 H = GEOMETRY.hidden
 # The first has as many tokens as there are layers: axes that were swapped would fit too.
 PROMPTS = [[n + 1, *range(length - 1)] for n, length in enumerate([4, 300, 1, 17, 256, 5])]
@@ -505,15 +508,43 @@ def test_five_thousand_samples_in_flat_memory(tmp_path: Path) -> None:
 # The command line.
 
 
-def test_command_line(
-    post: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``hashtap export`` in this process: exit code, standard output, standard error."""
+
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hashtap", "export", *map(str, arguments)])
         with pytest.raises(SystemExit) as ending:
             main()
         return int(ending.value.code or 0), *capsys.readouterr()
 
+    return run
+
+
+def unmasked(home: Path) -> Path:
+    path = home / "unmasked.jsonl"
+    path.write_text(json.dumps({"input_ids": PROMPTS[1]}))
+    return path
+
+
+@pytest.mark.parametrize("page", ["speculators", "modelopt", "specforge", "angelslim"])
+def test_the_commands_in_the_docs(
+    post: Path, pre: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, page: str
+) -> None:
+    """With captures as the page's own launch command makes them."""
+    text = (ROOT / "docs" / "trainers" / f"{page}.md").read_text()
+    (tmp_path / "captures").symlink_to(pre if "--capture-final pre" in text else post)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"hashtap export (captures .*? --to \w+(?: --no-states)?)", text)
+    assert commands
+    for command in commands:
+        assert run(*command.split())[0] == 0, command
+
+
+def test_command_line(post: Path, tmp_path: Path, run: Run) -> None:
     code, out, err = run(post, tmp_path / "out", "--to", "modelopt")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -523,6 +554,7 @@ def test_command_line(
     code, out, err = run(post, tmp_path / "out", "--to", "modelopt", "--json")
     assert (code, json.loads(out)["skipped"], json.loads(out)["layer_ids"]) == (0, 6, [1, 2, 3])
     assert "  written before: 6" in run(post, tmp_path / "out", "--to", "modelopt")[1]
+    assert "--loss-on-all" in run(post, tmp_path / "x", "--to", "specforge", "--samples", unmasked(tmp_path))[2]
     code, out, err = run(post, tmp_path / "other", "--to", "speculators")
     assert (code, out) == (2, "")
     assert err.startswith("hashtap: speculators reads the final state before the final norm")

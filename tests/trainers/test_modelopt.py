@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,12 @@ import pytest
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not in this environment", exc_type=ImportError)
 
 import modelopt.torch.opt as mto
-import modelopt.torch.speculative as mtsp
 import torch
-from modelopt.torch.export import export_speculative_decoding
+from examples.train_modelopt import drafter
 from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
 from modelopt.torch.speculative.plugins.hf_eagle import _maybe_apply_base_final_norm, default_eagle_aux_layer_ids
 from modelopt.torch.speculative.utils import load_vlm_or_llm
+from safetensors.torch import load_file
 from tests.trainers.proofs import (
     CAPTURES,
     MASK,
@@ -29,12 +31,12 @@ from tests.trainers.proofs import (
 )
 from tests.trainers.smollm2 import HIDDEN, MODEL_LAYERS, SAMPLES, TOKENS
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
 
 from hashtap.trainers.export import export
 from hashtap.trainers.modelopt import CapturedDataset
 from hashtap.trainers.source import TrainerSource
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("default")]
 
 
@@ -75,34 +77,9 @@ def read(dataset: Any) -> list[Read]:
     return reads
 
 
-def draft(dtype: torch.dtype = torch.float32, vocabulary: int = 2048) -> Any:
-    """The teacher's embeddings, norm and head, turned into an EAGLE-3 model by ModelOpt."""
-    model = load_vlm_or_llm(str(MODEL), use_offline_training=True, dtype=dtype)
-    architecture = {
-        "num_hidden_layers": 1,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "rope_theta": 100000.0,
-        "use_aux_hidden_state": True,
-        "use_last_layernorm": True,
-        "has_lm_head": True,
-        "draft_vocab_size": vocabulary,
-    }
-    config = {
-        "eagle_offline": True,
-        "eagle_use_torch_compile": False,
-        "eagle_ttt_steps": 3,
-        "eagle_architecture_config": architecture,
-    }
-    mtsp.convert(model, [("eagle", config)])
-    return model
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return draft()
+    return drafter(MODEL)
 
 
 def teacher(model: Any, prenorm: bool) -> Any:
@@ -189,41 +166,17 @@ def test_swapped_slots_and_neighbouring_layers_are_caught(norm: str, files: list
 
 
 def test_the_released_trainer_learns(norm: str, tmp_path: Path) -> None:
-    """36 steps of transformers' Trainer on ModelOpt's model, states from the shards; then the exported checkpoint."""
-    torch.manual_seed(0)
-    model = draft()
-    own = EagleOfflineDataCollator(train_len=TOKENS)
-
-    def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = own(features)
-        states = batch["base_model_outputs"]
-        batch["base_model_outputs"] = {
-            name: value.float() if isinstance(value, Tensor) else value for name, value in states.items()
-        }
-        return batch
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        use_cpu=True,
-        remove_unused_columns=False,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        num_train_epochs=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    dataset = CapturedDataset(TrainerSource(CAPTURES / norm, "modelopt"), answer_only_loss=True)
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, data_collator=collate)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert_loss_falls(losses, steps=33, to=0.8)
-    export_speculative_decoding(model, export_dir=str(tmp_path / "draft"))
+    """The example: 36 steps of transformers' Trainer on ModelOpt's model, served from shards; then what it saved."""
+    command = [sys.executable, ROOT / "examples" / "train_modelopt.py", CAPTURES / norm, MODEL, tmp_path]
+    done = subprocess.run([*map(str, command), "36"], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    print("train", [round(loss, 2) for loss in losses])
+    assert_loss_falls(losses, steps=36, to=0.8)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
-    mto.save(model, tmp_path / "state.pt")
     bare = load_vlm_or_llm(str(MODEL), use_offline_training=True, dtype=torch.float32)
     again = mto.restore(bare, tmp_path / "state.pt")
     assert again.eagle_config.eagle_aux_hidden_state_layer_ids == [1, 14, 26]
-    assert again.eagle_module.fc.weight.equal(model.eagle_module.fc.weight)
+    exported = load_file(tmp_path / "draft" / "model.safetensors")
+    assert exported["fc.weight"].equal(again.eagle_module.fc.weight.bfloat16())
