@@ -57,7 +57,7 @@ def write_manifest(host: Host, prompts: list[list[int]], names: list[str], masks
 
 def capture(path: Path, geometry: Geometry = GEOMETRY, **changes: Any) -> Path:
     """A capture directory of :data:`PROMPTS` with a manifest of samples and masks."""
-    with Host(path, geometry, changes=changes) as host:
+    with Host(path, geometry, changes=changes, threads=1) as host:
         host.capture(PROMPTS)
     write_manifest(host, [*PROMPTS[:5], PROMPTS[1]], NAMES)
     return path
@@ -343,7 +343,7 @@ def test_float8_is_for_no_trainer(tmp_path: Path) -> None:
 
 
 def test_samples_without_masks(tmp_path: Path) -> None:
-    with Host(tmp_path / "c") as host:
+    with Host(tmp_path / "c", threads=1) as host:
         host.capture(PROMPTS[:2])
     with pytest.raises(UsageError, match=r"no loss mask, which specforge needs: .* --samples FILE, .* --loss-on-all"):
         TrainerSource(tmp_path / "c", "specforge")
