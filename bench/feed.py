@@ -27,7 +27,8 @@ from hashtap_kernels.reference import gather_reference
 ROOT = Path(__file__).parents[1]
 HIDDEN = 576
 SEED = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
-SLOT_BYTES = 32 << 20  # of all buffers: more than a core's cache, as a ring is
+FORWARD = 8  # frames that come at a time: a forward holds several prompts, or 8,192 tokens of one
+BUFFER_BYTES = 32 << 20  # of all buffers: more than a core's cache, as a ring is
 
 
 class Feed:
@@ -51,11 +52,12 @@ class Feed:
         self.rows: npt.NDArray[np.uint16] = np.concatenate(shifted, axis=2)
         self.ids = np.arange(rows)
         frame = self._frame()
-        self._slots = [frame.copy() for _ in range(max(4, SLOT_BYTES // len(frame)))]
-        self.planes = [slot[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for slot in self._slots]
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(len(self._slots)):
-            self._free.put(slot)
+        self._buffers = [np.tile(frame, (FORWARD, 1)) for _ in range(max(2, BUFFER_BYTES // (FORWARD * len(frame))))]
+        frames = [frame for buffer in self._buffers for frame in buffer]
+        self.planes = [frame[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for frame in frames]
+        self._free: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
+        for buffer in self._buffers:
+            self._free.put(buffer)
         self._endless: Writer | None = None
         self._numbers = itertools.count(1)  # of what is sent; two threads never get the same
 
@@ -85,42 +87,45 @@ class Feed:
         )
 
     def send(self, writer: Writer, count: int) -> None:
-        """Send ``count`` prompts of one frame, each when a buffer is free; returns when all are written, not sealed."""
-        for _ in range(count):
-            self.send_one(writer, self._free.get())
+        """Send ``count`` prompts of one frame, some whenever a buffer is free; returns when all are written."""
+        for sent in range(0, count, FORWARD):
+            self._send(writer, self._free.get(), min(FORWARD, count - sent))
         self._wait_for_all()
 
     def keep_sending(self, writer: Writer) -> None:
         """Send without end, each buffer again as soon as it is written, on the writer's own thread."""
         self._endless = writer
         while not self._free.empty():
-            self.send_one(writer, self._free.get())
+            self._send(writer, self._free.get(), FORWARD)
 
     def stop_sending(self) -> None:
         """Let what was sent be written, and send nothing more."""
         self._endless = None
         self._wait_for_all()
 
-    def _give_back(self, slot: int) -> None:
+    def _send(self, writer: Writer, buffer: npt.NDArray[np.uint8], count: int) -> None:
+        """Send the first frames of a buffer ``[FORWARD, bytes]``, under new keys."""
+        frames = []
+        for frame in buffer[:count]:
+            number = next(self._numbers)
+            salt = str(number).encode()
+            key = prompt_key(self.ids, salt)
+            header = frame[:HEADER_BYTES].view(HEADER)
+            header["serial"], header["key"] = number, np.frombuffer(key, np.uint64)
+            header["self_check"] = header_check(frame[:HEADER_BYTES].view(np.uint64))
+            record = Record(number, key, self.ids, salt, captured=True)
+            frames.append((len(frames) * len(frame), len(frame), record))
+        writer.submit(Flight(buffer.reshape(-1), lambda: None, frames, lambda: self._give_back(buffer)))
+
+    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
         if self._endless is not None:
-            self.send_one(self._endless, slot)
+            self._send(self._endless, buffer, FORWARD)
         else:
-            self._free.put(slot)
+            self._free.put(buffer)
 
     def _wait_for_all(self) -> None:
-        for slot in [self._free.get() for _ in self._slots]:
-            self._free.put(slot)
-
-    def send_one(self, writer: Writer, slot: int) -> None:
-        """Send the frame in buffer ``slot`` under a new key."""
-        number = next(self._numbers)
-        buffer, salt = self._slots[slot], str(number).encode()
-        header = buffer[:HEADER_BYTES].view(HEADER)
-        key = prompt_key(self.ids, salt)
-        header["serial"], header["key"] = number, np.frombuffer(key, np.uint64)
-        header["self_check"] = header_check(buffer[:HEADER_BYTES].view(np.uint64))
-        record = Record(number, key, self.ids, salt, captured=True)
-        writer.submit(Flight(buffer, lambda: None, [(0, len(buffer), record)], lambda: self._give_back(slot)))
+        for buffer in [self._free.get() for _ in self._buffers]:
+            self._free.put(buffer)
 
     def _frame(self) -> npt.NDArray[np.uint8]:
         """What the kernel would write for a prompt of these rows."""

@@ -1,6 +1,6 @@
 """Turns the frames of forwards into sealed shards, on threads of its own.
 
-A flight (the frames of one forward) is waited for, then its frames are checked and compressed in parallel and appended
+A flight (the frames of one forward) is waited for and checked, then its frames are compressed in parallel and appended
 under one lock. A record is complete when its frames cover its prompt; it is listed in the shard that its last frame
 went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed. A disk that is
 full, or on which no file can be made, is waited for: the ring fills up, and new prompts wait or are dropped.
@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
@@ -51,7 +52,7 @@ U8Array = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class _Landed:
-    """A flight whose bytes are there."""
+    """A flight whose bytes are there, with the frames of it that are still to be stored."""
 
     flight: Flight
     number: int
@@ -101,7 +102,7 @@ class Writer:
         lock = threading.RLock()
         self._changed, self._work = threading.Condition(lock), threading.Condition(lock)
         self._flights: deque[tuple[int, Flight]] = deque()
-        self._frames: deque[tuple[_Landed, int, int, Record]] = deque()
+        self._frames: deque[tuple[_Landed, U8Array, Header, Record]] = deque()
         self._outstanding: set[int] = set()  # numbers of the flights that are not released yet
         self._submitted = 0
         self._shard: ShardFile | None = None
@@ -218,7 +219,7 @@ class Writer:
                 self._work.wait(left_s)
 
     def _land(self, number: int, flight: Flight) -> None:
-        """Wait for a flight's bytes, then offer its frames to all threads."""
+        """Wait for a flight's bytes and check its frames, then offer them to all threads."""
         frames: list[tuple[int, int, Record]] = []
         try:
             frames += flight.frames
@@ -230,22 +231,33 @@ class Writer:
                 for _, _, record in frames:
                     self._ledger.fail(record)
             frames = []
-        landed = _Landed(flight, number, len(frames))
-        if not frames:
+        # One behind the other: between two compressions the interpreter's own code is no longer in the core's cache.
+        checked = [
+            (flight.buffer[offset : offset + size], header, record)
+            for offset, size, record in frames
+            if (header := self._check(flight.buffer[offset : offset + size], record)) is not None
+        ]
+        landed = _Landed(flight, number, len(checked))
+        if not checked:
             self._release(landed)
             return
         with self._changed:
-            self._frames.extend((landed, offset, size, record) for offset, size, record in frames)
-            self._work.notify(len(frames) - 1)  # this thread takes one
+            self._frames.extend((landed, *each) for each in checked)
+            self._work.notify(len(checked) - 1)  # this thread takes one
 
-    def _store(self, landed: _Landed, offset: int, size: int, record: Record) -> None:
-        """Check, compress and append one frame."""
+    def _check(self, frame: U8Array, record: Record) -> Header | None:
+        """Check a frame that came; returns its header, None when it is not to be stored."""
+        if not record.failed:
+            with self._refusing(record):
+                return check_arrival(frame, record, self._facts, self._table)
+        return None
+
+    def _store(self, landed: _Landed, frame: U8Array, header: Header, record: Record) -> None:
+        """Compress and append one frame that was checked."""
         shard: ShardFile | None = None
         full = False
-        try:
-            if not record.failed:
-                frame = landed.flight.buffer[offset : offset + size]
-                header = check_arrival(frame, record, self._facts, self._table)
+        if not record.failed:
+            with self._refusing(record):
                 if self._observe is not None and header.payload is Payload.RAW and self._has_planes:
                     values = frame[HEADER_BYTES : HEADER_BYTES + header.tokens * header.geometry.row_bytes]
                     self._observe(values.view(np.uint16).reshape(header.tokens, header.geometry.layers, -1))
@@ -255,13 +267,6 @@ class Writer:
                     shard, full = self._append(record, stored, pieces)
                 if shard is not None:
                     shard.write_out()
-        except OtherTokens as error:
-            self._refuse(record, "failed_proofs", str(error))
-        except FormatError as error:
-            self._refuse(record, "bad_frames", str(error))
-        except Exception as error:
-            log.exception("a frame could not be stored")
-            self._refuse(record, "bad_frames", repr(error))
         with self._changed:
             landed.frames_left -= 1
             last = landed.frames_left == 0
@@ -269,6 +274,19 @@ class Writer:
             self._release(landed)
         if shard is not None and full:
             self._end(shard)
+
+    @contextmanager
+    def _refusing(self, record: Record) -> Iterator[None]:
+        """What goes wrong with one frame ends its record, and nothing else."""
+        try:
+            yield
+        except OtherTokens as error:
+            self._refuse(record, "failed_proofs", str(error))
+        except FormatError as error:
+            self._refuse(record, "bad_frames", str(error))
+        except Exception as error:
+            log.exception("a frame could not be stored")
+            self._refuse(record, "bad_frames", repr(error))
 
     def _release(self, landed: _Landed) -> None:
         try:
