@@ -103,15 +103,16 @@ class Extraction:
             Manifest.merge(options.out, file.samples, epoch=info.epoch, directory_uuid=info.directory)
             tally = Tally(file, info.row_bytes)
             tally.found_sealed(await store.among(list(tally.prompts)))
-            await store.begin()
             with Quarantine(options.out, self._path) as quarantine:
                 for bad in file.bad:
                     quarantine.add(bad)
                 run = _Run(options, client, info, store, tally, quarantine, display)
                 try:
+                    await store.begin()
                     await run.capture_missing()
                     await store.finish()
                 finally:
+                    store.close()
                     self._summary = tally.summary()
 
 

@@ -30,9 +30,9 @@ __all__ = ["LiveStream"]
 class LiveStream(IterableDataset[Batch]):
     """Whole batches of the records of a directory, as they are sealed, until no more come.
 
-    It ends behind the last record when ``hashtap extract`` has finished, or when nothing was sealed for ``idle_s`` of
-    waiting, or with the first ``count`` records. Of several clients at a time the first to finish ends it, unless they
-    extract with ``--remote``. Where an earlier extraction has finished, start the next one before the stream.
+    It ends behind the last record when ``hashtap extract`` has finished (of several at a time, the last; one with
+    ``--remote`` says nothing), or when nothing was sealed for ``idle_s`` of waiting, or with the first ``count``
+    records. Where an earlier extraction has finished, start the next one before the stream.
 
     A record is one sample, under the name and loss mask of the first that the manifest has for it. Ranks take turns at
     the batches; none is handed out before each rank can have one, and the last ones, fewer than there are ranks, are

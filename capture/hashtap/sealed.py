@@ -1,10 +1,11 @@
 """What is sealed, asked of the shards themselves or, without shared storage, of the server."""
 
 import asyncio
+import fcntl
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from hashtap.client import ServerClient, ServerInfo
 from hashtap.errors import MismatchError
@@ -12,6 +13,8 @@ from hashtap.order import SealingOrder
 from hashtap.reader import Reader
 
 __all__ = ["RemoteDirectory", "SealedKeys", "SharedDirectory"]
+
+_RUNNING = ".hashtap-extracting"
 
 
 class SealedKeys(Protocol):
@@ -24,7 +27,10 @@ class SealedKeys(Protocol):
         """More is to come: trainers that follow the directory shall wait for it."""
 
     async def finish(self) -> None:
-        """All is sealed: trainers that follow the directory shall end with what is there now."""
+        """All is sealed: trainers shall end with what is there now, unless another client still has more."""
+
+    def close(self) -> None:
+        """The run is over, finished or not."""
 
     def ratio(self) -> float | None:
         """Bytes of all states over bytes of the shard files, as of the last question; None when unknown."""
@@ -43,6 +49,7 @@ class SharedDirectory:
 
     def __init__(self, path: Path, info: ServerInfo) -> None:
         self._order = SealingOrder(path, info.epoch)
+        self._running: TextIO | None = None
         self._reader = Reader(path, epoch=info.epoch, strict=False)
         self._lock = threading.Lock()  # a cancelled question still runs in its thread
         uuid = self._reader.directory.uuid
@@ -56,10 +63,14 @@ class SharedDirectory:
         return await asyncio.to_thread(self._among, keys)
 
     async def begin(self) -> None:
-        await asyncio.to_thread(self._order.reopen)
+        await asyncio.to_thread(self._begin)
 
     async def finish(self) -> None:
         await asyncio.to_thread(self._finish)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
 
     def ratio(self) -> float | None:
         return self._reader.ratio
@@ -72,7 +83,18 @@ class SharedDirectory:
             self._reader.refresh()
             return self._reader.keys().intersection(keys)
 
+    def _begin(self) -> None:
+        # All clients that run share a lock, so that the last one knows that it is the last, however the others ended.
+        self._running = (self._reader.directory.path / _RUNNING).open("a")
+        fcntl.flock(self._running, fcntl.LOCK_SH)
+        self._order.reopen()
+
     def _finish(self) -> None:
+        assert self._running is not None
+        try:
+            fcntl.flock(self._running, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         with self._lock:
             self._reader.refresh()
             self._order.look()
@@ -94,6 +116,9 @@ class RemoteDirectory:
 
     async def finish(self) -> None:
         """As :meth:`begin`."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def ratio(self) -> float | None:
         return None

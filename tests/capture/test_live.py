@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from starlette.responses import PlainTextResponse
 from tests.capture.build import Host, states_of
-from tests.capture.peer import Peer
+from tests.capture.peer import Answer, Peer
 from tests.capture.test_extract import Log, extract, free_port, prompts, start_peer, write
 from torch.utils.data import DataLoader
 
@@ -349,6 +350,32 @@ def test_an_extraction_that_ends_ends_the_stream(tmp_path: Path) -> None:
         extract(more, peer)
         order.look()
         assert (len(order), order.end) == (22, 22)
+
+
+def test_the_last_of_several_clients_ends_the_stream(tmp_path: Path) -> None:
+    """One that is slow, one that is done before it, and one that gives up."""
+    wanted = prompts(40)
+    slow = wanted[:8]
+
+    def trouble(attempt: int, body: dict[str, Any]) -> Answer:
+        return (
+            1.5 if body["input_ids"] in slow else PlainTextResponse("no", 500) if body["input_ids"] == [9, 9] else None
+        )
+
+    with Peer(tmp_path / "captures", trouble=trouble) as peer:
+        first = write(tmp_path / "1.jsonl", [{"id": f"a-{n}", "input_ids": ids} for n, ids in enumerate(slow)])
+        second = write(tmp_path / "2.jsonl", [{"id": f"b-{n}", "input_ids": ids} for n, ids in enumerate(wanted[8:])])
+        third = write(tmp_path / "3.jsonl", [{"id": "c", "input_ids": [9, 9]}])
+        client = threading.Thread(target=extract, args=(first, peer), kwargs={"concurrency": 2})
+        client.start()
+        trainer = Following(stream(peer.directory, idle_s=None))
+        extract(second, peer)
+        with pytest.raises(ServerLost):
+            extract(third, peer, stop_after=1)
+        assert client.is_alive()
+        client.join(30)
+        trainer.join(30)
+    assert len(trainer.ids) == len(set(trainer.ids)) == 40
 
 
 @pytest.mark.parametrize(("ahead", "batch"), [(7, 2), (2, 9)], ids=["ahead of a batch", "batches of more"])
