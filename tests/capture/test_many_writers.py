@@ -1,8 +1,11 @@
 """Several writers, one directory: nothing is lost, and nobody touches a live writer's files."""
 
+import errno
+import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +23,19 @@ def prompts_of(server: int, rank: int) -> list[list[int]]:
     return [[server, rank, n] * (1 + n % 40) for n in range(120)]
 
 
-def serve(path: Path, server: int) -> int:
+def useless(*_: object) -> None:
+    """A lock that everybody is granted, as on some network file systems."""
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def serve(path: Path, server: int, lock: Callable[..., None] = fcntl.flock) -> int:
     """A server of several ranks in a process of its own: it recovers what it finds, then captures. Returns its pid."""
     child = os.fork()
     if child == 0:
+        fcntl.flock = lock
         directory = CaptureDirectory.create(path)
         recover(directory)
         there = Reader(path).keys()
@@ -71,6 +83,18 @@ def test_one_is_killed_and_started_again_beside_another(tmp_path: Path, after_s:
     assert_all_there_once(tmp_path, 2)
     # One that was killed between making a file and locking it leaves an empty one, which may be a live writer's.
     assert [file.stat().st_size for file in CaptureDirectory.open(tmp_path).partials()] in ([], [0])
+
+
+@pytest.mark.parametrize("lock", [useless, pytest.param(fails, marks=pytest.mark.slow)])
+def test_where_locks_are_useless(tmp_path: Path, lock: Callable[..., None]) -> None:
+    """As above, in a directory whose locks are granted to everybody, or to nobody."""
+    other, killed = serve(tmp_path, 1, lock), serve(tmp_path, 0, lock)
+    time.sleep(0.3)
+    os.kill(killed, signal.SIGKILL)
+    ended(killed)
+    again = [serve(tmp_path, server, lock) for server in (0, 2)]
+    assert [ended(pid) for pid in (other, *again)] == [0, 0, 0]
+    assert_all_there_once(tmp_path, 3)
 
 
 def test_two_recoveries_at_once(tmp_path: Path) -> None:
