@@ -5,8 +5,6 @@ no loss mask.
 """
 
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +13,16 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from hashtap.errors import FormatError, MismatchError, UsageError
-from hashtap.facts import ShardFacts
+from hashtap.errors import FormatError, UsageError
 from hashtap.identity import prompt_key
 from hashtap.reader import Capture, Reader
 from hashtap.trainers.final_norm import FinalNorm
-from hashtap.trainers.targets import Fields, Target, View, target_named
-from hashtap_kernels.layout import Dtype
+from hashtap.trainers.fit import taken_final, taken_layers
+from hashtap.trainers.listing import Choice, Listed, list_samples
+from hashtap.trainers.targets import Fields, Target, target_named
+from hashtap.trainers.view import View
 
-__all__ = ["Choice", "Listed", "TrainerSource"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which captures, and what to do where they are not as the trainer wants them.
-
-    Attributes:
-        model: directory of the served model, whose final norm is undone for a trainer that applies it again.
-        samples: a sample file that names samples and masks in place of the manifest.
-        epoch: captures of these weights only.
-        layers: only these boundaries of those captured.
-        loss_on_all: count every token of a sample without a loss mask.
-        skip_missing: leave out samples that are not captured.
-    """
-
-    model: Path | None = None
-    samples: Path | None = None
-    epoch: str | None = None
-    layers: tuple[int, ...] | None = None
-    loss_on_all: bool = False
-    skip_missing: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, paths made absolute."""
-        paths = {name: str(path.resolve()) for name in ("model", "samples") if (path := getattr(self, name))}
-        return {**asdict(self), "layers": None if self.layers is None else list(self.layers), **paths}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Choice":
-        """What :meth:`to_json` gave. TypeError when it is something else."""
-        paths = {name: Path(values[name]) for name in ("model", "samples") if values.get(name)}
-        return cls(**{**values, "layers": tuple(values["layers"]) if values.get("layers") else None, **paths})
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One sample: its name, its prompt's key (16 bytes), its length in tokens, and uint8 ``[T]`` or None."""
-
-    sample_id: str
-    key: bytes
-    tokens: int
-    loss_mask: npt.NDArray[np.uint8] | None
+__all__ = ["Choice", "TrainerSource"]
 
 
 class TrainerSource(Dataset[Fields]):
@@ -94,12 +51,13 @@ class TrainerSource(Dataset[Fields]):
         self.facts = self._reader.facts
         self.uuid = self._reader.directory.uuid
         self.boundaries = self.choice.layers or self.facts.boundaries
-        self.final = _final(self.target, self.facts)
+        self.final = taken_final(self.target, self.facts)
         """The captured final state that is taken: pre, post, or both."""
-        self._layers = _layers(self.target, self.facts, self.boundaries, self.final)
+        self._layers = taken_layers(self.target, self.facts, self.boundaries, self.final)
         self.layer_ids = self.target.ids_of(self.boundaries)
         self.norm = self._norm()
-        self.named, self.samples, self.missing = self._listed()
+        listing = list_samples(self._reader, self.target, self.choice)
+        self._named, self.samples, self.missing = listing.named, listing.samples, listing.missing
         self.lengths = [sample.tokens for sample in self.samples]
         """Tokens of each sample."""
 
@@ -152,7 +110,7 @@ class TrainerSource(Dataset[Fields]):
     def _ids(self, capture: Capture, sample: Listed) -> npt.NDArray[np.int64]:
         """The capture's own ids, which must be those that the sample's key was made of."""
         ids = capture.token_ids
-        if self.named and prompt_key(ids) != sample.key:
+        if self._named and prompt_key(ids) != sample.key:
             raise FormatError(
                 f"the capture of sample {sample.sample_id!r} holds the tokens of another prompt; run hashtap verify"
             )
@@ -177,91 +135,3 @@ class TrainerSource(Dataset[Fields]):
         norm = FinalNorm.load(self.choice.model)
         norm.check_width(self.facts.geometry.hidden)
         return norm
-
-    def _listed(self) -> tuple[bool, list[Listed], list[str]]:
-        """Whether samples have names, those that are captured, and the names of those that are not."""
-        reader = self._open()
-        tokens = {entry.key: entry.total_tokens for entry in reader.entries}
-        named, listed = self._wanted(tokens)
-        found: list[Listed] = []
-        missing: list[str] = []
-        for sample in listed:
-            if sample.key not in tokens:
-                missing.append(sample.sample_id)
-                continue
-            if sample.loss_mask is None:
-                if self.target.needs_mask and not self.choice.loss_on_all:
-                    raise UsageError(
-                        f"sample {sample.sample_id!r} has no loss mask, which {self.target.name} needs: give masks "
-                        "with --samples FILE, or count all tokens with --loss-on-all"
-                    )
-            elif len(sample.loss_mask) != tokens[sample.key]:
-                raise MismatchError(
-                    f"the loss mask of sample {sample.sample_id!r} has {len(sample.loss_mask)} elements and its "
-                    f"capture {tokens[sample.key]} tokens: extract the sample again"
-                )
-            found.append(sample)
-        if missing and not self.choice.skip_missing:
-            raise UsageError(
-                f"{len(missing):,} of {len(missing) + len(found):,} samples are not captured, the first is "
-                f"{missing[0]!r}: extract them, or leave them out with --skip-missing"
-            )
-        if not found:
-            raise UsageError(f"none of the {len(missing):,} samples is captured in {self.directory}")
-        return named, found, missing
-
-    def _wanted(self, tokens: dict[bytes, int]) -> tuple[bool, Iterator[Listed]]:
-        from hashtap.manifest import MANIFEST_NAME, Manifest
-
-        if self.choice.samples is not None:
-            from hashtap.samples import load_samples
-
-            file = load_samples(self.choice.samples)
-            if file.bad and not self.choice.skip_missing:
-                bad = file.bad[0]
-                raise UsageError(
-                    f"{len(file.bad):,} lines of {self.choice.samples} cannot be used, the first is line {bad.line} "
-                    f"({bad.reason}: {bad.detail}): mend them, or leave them out with --skip-missing"
-                )
-            return True, (Listed(s.id, s.key, s.tokens, s.loss_mask) for s in file.samples)
-        if (self.directory / MANIFEST_NAME).exists():
-            manifest = Manifest.load(self.directory)
-            rows = iter(manifest)
-            return True, (Listed(r.sample_id, r.key, r.tokens, manifest.loss_mask_of(r.sample_id)) for r in rows)
-        return False, (Listed(key.hex(), key, count, None) for key, count in tokens.items())
-
-
-def _final(target: Target, facts: ShardFacts) -> str:
-    """The captured final state that is nearest to what the target reads."""
-    if target.aux_layers is None or len(facts.finals) == 1:
-        final: str = facts.final_norm
-    else:
-        final = "pre" if target.final == "pre" else "post"
-    if (target.final, final) == ("post", "pre"):
-        raise UsageError(
-            f"{target.name} reads the final state after the final norm, and these captures have it before: capture "
-            "with --capture-final post"
-        )
-    return final
-
-
-def _layers(target: Target, facts: ShardFacts, boundaries: tuple[int, ...], final: str) -> list[int] | None:
-    """Which places of the layer axis are taken, the final state's last; None for all as they are."""
-    captured = list(facts.boundaries)
-    if strange := [boundary for boundary in boundaries if boundary not in captured]:
-        raise UsageError(f"boundary {strange[0]} is not captured; the captures have {captured}")
-    if list(boundaries) != sorted(set(boundaries)):
-        raise UsageError(
-            f"layers {list(boundaries)} are not in rising order, which is how every trainer reads them: give them with "
-            f"--layers {','.join(map(str, sorted(set(boundaries))))}"
-        )
-    if target.aux_layers is not None and len(boundaries) != target.aux_layers:
-        raise UsageError(
-            f"{target.name} reads {target.aux_layers} auxiliary layers, and these are {len(boundaries)}: choose "
-            f"{target.aux_layers} of {captured} with --layers, or capture others with --capture-layers"
-        )
-    if target.name != "safetensors" and facts.geometry.dtype is Dtype.FP8_E4M3:
-        raise UsageError(f"{target.name} reads no float8 states: capture bfloat16, or export --to safetensors")
-    taken = [captured.index(boundary) for boundary in boundaries]
-    taken += [len(captured) + place for place, state in enumerate(facts.finals) if final in (state, "both")]
-    return None if taken == list(range(facts.geometry.layers)) else taken
