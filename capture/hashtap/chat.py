@@ -70,10 +70,10 @@ class ChatTokenizer:
     ) -> tuple[list[int], list[int]]:
         """Ids of a chat, and its loss mask of 0 and 1: which of them an assistant's turn wrote, its end token included.
 
-        The template writes BOS; where it does not and the tokenizer puts one before a text, it stands before the chat
-        too. The mask is that of the template's ``{% generation %}`` blocks. Where it has none, a turn is what lies
-        between the chat before it, with the generation prompt, and the chat up to it; whatever the template writes
-        behind the turn's last EOS is not of it.
+        The ids are the template's alone, as the chat route of a server makes them: a BOS that only the tokenizer would
+        put before a text is not there. The mask is that of the template's ``{% generation %}`` blocks. Where it has
+        none, a turn is what lies between the chat before it, with the generation prompt, and the chat up to it;
+        whatever the template writes behind the turn's last EOS is not of it.
 
         Raises:
             Untokenised: when the template refuses the chat, or the chat up to a turn is no prefix of the whole.
@@ -81,14 +81,12 @@ class ChatTokenizer:
         """
         loaded = self._load()
         try:
-            ids, mask = loaded.blocks(messages, tools) or loaded.turns(messages, tools)
+            return loaded.blocks(messages, tools) or loaded.turns(messages, tools)
         except (UsageError, Untokenised):
             raise
         except Exception as error:
             # A template is a program; what it raises depends on the chat.
             raise Untokenised("chat template failed", f"{type(error).__name__}: {error}") from None
-        missing = loaded.lead if ids[: len(loaded.lead)] != loaded.lead else []
-        return [*missing, *ids], [0] * len(missing) + mask
 
     def _load(self) -> "_Loaded":
         if self._loaded is None:

@@ -46,11 +46,16 @@ def marked(path: Path, ids: list[int], mask: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("adds_bos", [False, True], ids=["tokenizer adds none", "tokenizer adds BOS"])
 @pytest.mark.parametrize("template", [PLAIN, WITH_BOS, BLOCKS, "{{ bos_token }}" + BLOCKS])
-def test_a_chat_has_its_bos_once(tmp_path: Path, template: str, adds_bos: bool) -> None:
+def test_the_template_alone_decides_about_bos(tmp_path: Path, template: str, adds_bos: bool) -> None:
+    """As a server's chat route has it: what it serves is what must be captured."""
+    from transformers import AutoTokenizer
+
     path = make_tokenizer(tmp_path / "t", template, adds_bos=adds_bos)
     ids, mask = ChatTokenizer(str(path)).chat(CHAT)
-    lead = [BOS] if adds_bos or "bos_token" in template else []
+    lead = [BOS] if "bos_token" in template else []
     assert ids == lead + plain_ids(path, AS_TEXT)
+    served = AutoTokenizer.from_pretrained(path).apply_chat_template(CHAT, return_dict=False)
+    assert ids == served
     assert marked(path, ids, mask) == ["Hello.</s>", "No more  </s>"]
 
 
