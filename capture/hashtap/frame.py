@@ -11,6 +11,7 @@
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,6 +65,7 @@ _OWN_FIELDS = struct.Struct("<IB3xQQQ")
 _OWN_FIELDS_AT = 88
 _SUM_WORD = slice(13 * 8, 14 * 8)
 _ZERO_WORD = bytes(8)
+_BLOCK_BYTES = 1 << 18
 _ROW_TAIL_BYTES = 16  # of each token row: its row sum and its token id
 
 
@@ -219,6 +221,27 @@ class StoredFrame:
         else:
             assert table is not None
             from_planes(plain.reshape(out.shape), self.rest.reshape(out.shape), table, out.view(np.uint16))
+
+    def value_blocks(self, table: Table | None) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
+        """The element values, few rows at a time so that they stay in a core's cache: ``(first row, [rows, L, H])``.
+
+        A block's memory is that of the next one too. Raises as :meth:`values`, which takes the same ``table``.
+        """
+        geometry, plain = self.header.geometry, self.plain()
+        shape = (self.header.tokens, geometry.layers, geometry.hidden)
+        step = max(1, _BLOCK_BYTES // geometry.row_bytes)
+        if self.header.payload is Payload.RAW:
+            whole = plain.view(NUMPY_DTYPE[geometry.dtype]).reshape(shape)
+            yield from ((start, whole[start : start + step]) for start in range(0, len(whole), step))
+            return
+        assert table is not None
+        exponents, rests = plain.reshape(shape), self.rest.reshape(shape)
+        block = np.empty((step, *shape[1:]), np.uint16)
+        for start in range(0, len(exponents), step):
+            part = slice(start, start + step)
+            values = block[: len(exponents[part])]
+            from_planes(exponents[part], rests[part], table, values)
+            yield start, values.view(NUMPY_DTYPE[geometry.dtype])
 
     def table(self) -> Table:
         """The table of a TABLE frame, uint8 ``[L, H]``.

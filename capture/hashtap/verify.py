@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hashtap.catalog import Entry, Piece
 from hashtap.checks import odd_rows, ranges, wrong_rows
 from hashtap.errors import FormatError
-from hashtap.frame import NUMPY_DTYPE, StoredFrame
+from hashtap.frame import StoredFrame
 from hashtap.header import salt_sum
 from hashtap.identity import TokenIds, prompt_key
 from hashtap.reader import Reader
@@ -207,20 +207,16 @@ class _Checker:
         return prompt_proof(frame.token_ids[: piece.stop - piece.start], piece.start, entry.shard.facts.seed)
 
     def _check_values(self, piece: Piece, frame: StoredFrame, odd: dict[tuple[str, int | None], list[int]]) -> None:
-        header = frame.header
-        geometry = header.geometry
-        table = self._reader.table(piece.shard, header.table) if header.table else None
-        values: npt.NDArray[np.generic] = np.empty(
-            (header.tokens, geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype]
-        )
-        frame.values(values, table)
-        values = values[: piece.stop - piece.start]
-        wrong = wrong_rows(values, piece.start, frame.row_sums[: len(values)])
-        if wrong.any():
-            odd["row_sum", None] += (piece.start + np.flatnonzero(wrong)).tolist()
-        for kind, where in odd_rows(values, geometry.dtype).items():
-            for layer in np.flatnonzero(where.any(axis=0)).tolist():
-                odd[kind, layer] += (piece.start + np.flatnonzero(where[:, layer])).tolist()
+        table = self._reader.table(piece.shard, frame.header.table) if frame.header.table else None
+        for first, values in frame.value_blocks(table):
+            start = piece.start + first
+            values = values[: max(0, piece.stop - start)]
+            wrong = wrong_rows(values, start, frame.row_sums[first : first + len(values)])
+            if wrong.any():
+                odd["row_sum", None] += (start + np.flatnonzero(wrong)).tolist()
+            for kind, where in odd_rows(values, frame.header.geometry.dtype).items():
+                for layer in np.flatnonzero(where.any(axis=0)).tolist():
+                    odd[kind, layer] += (start + np.flatnonzero(where[:, layer])).tolist()
 
     def _check_identity(self, entry: Entry, ids: npt.NDArray[np.int64], proof: tuple[int, int]) -> None:
         """The key follows from the ids, the record's proof from its frames'."""

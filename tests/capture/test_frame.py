@@ -74,6 +74,22 @@ def test_there_and_back(tokens: int, dtype: Dtype, planes: bool, codec: Codec) -
     assert values.tobytes() == states.tobytes()
 
 
+@pytest.mark.parametrize(("dtype", "planes"), [(Dtype.FP32, False), (Dtype.BF16, False), (Dtype.FP16, True)])
+def test_block_after_block(dtype: Dtype, planes: bool) -> None:
+    geometry = Geometry(3, 4104, dtype)
+    states = states_of(range(37), geometry)
+    table = np.random.default_rng(1).integers(0, 256, (3, 4104), np.uint8) if planes else None
+    _, data = stored(kernel_frame(states, geometry, table))
+    starts, blocks = [], []
+    for start, values in StoredFrame.parse(data).value_blocks(table):
+        assert values.dtype == NUMPY_DTYPE[dtype]
+        starts.append(start)
+        blocks.append(values.copy())
+    assert len(starts) > 3
+    assert starts == np.cumsum([0, *(len(block) for block in blocks[:-1])]).tolist()
+    assert np.concatenate(blocks).tobytes() == states.tobytes()
+
+
 @pytest.mark.parametrize("planes", [False, True])
 def test_values_that_a_cast_would_lose(planes: bool) -> None:
     special = torch.tensor([1e5, 3e38, -3e38, 0.0, -0.0, 9.2e-41, -9.2e-41, float("inf")], dtype=torch.bfloat16)
