@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.capture.test_extract import free_port
+from tests.models import smollm2
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / ".cache" / "trainers" / "speculators"
@@ -33,6 +34,8 @@ def test_from_capture_to_checkpoint(tmp_path: Path) -> None:
         assert said in script
         script = script.replace(said, here)
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(smollm2())  # made already; to make it again takes half a minute
     with (tmp_path / "output").open("w+") as output:
         shell = subprocess.Popen(
             ["bash", "-euxo", "pipefail", "-c", script], cwd=ROOT, stdout=output, stderr=output, start_new_session=True

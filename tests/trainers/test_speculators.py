@@ -177,6 +177,7 @@ def test_a_row_late_is_caught(exported: Path) -> None:
 # Training.
 
 
+@pytest.mark.timeout(900)
 def test_the_released_trainer_learns(without_states: Path, tmp_path: Path) -> None:
     """33 steps of its command line, states read from the shards; then the checkpoint, by its own class."""
     log = train(without_states, tmp_path / "checkpoints", epochs=3)
@@ -216,7 +217,7 @@ def train(data: Path, checkpoints: Path, epochs: int) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=840,
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
