@@ -54,7 +54,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Hostile:
         folders[name] = str(shard.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "tests.attacks.victim", *folders.values()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     return Hostile(home, {name: found[folder] for name, folder in folders.items()})
