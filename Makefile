@@ -41,6 +41,7 @@ test-triton: $(TRITONS:%=.cache/triton-%/.installed)
 	touch $@
 
 test-trainers: $(TRAINERS:%=test-trainer-%)
+	$(PY) -m pytest -q -m trainer tests/trainers/test_example.py
 
 # A second OpenMP thread makes these small models slower on a shared machine. Warnings are the packages' own.
 $(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cache/trainers/captures

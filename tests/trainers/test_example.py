@@ -20,7 +20,7 @@ TRAINER = ROOT / ".cache" / "trainers" / "speculators"
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.trainer
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not (TRAINER / ".installed").exists(), reason="make test-trainers makes speculators' environment")
 def test_from_capture_to_checkpoint(tmp_path: Path) -> None:
     page = (ROOT / "examples" / "train_eagle3.md").read_text()
@@ -41,19 +41,19 @@ def test_from_capture_to_checkpoint(tmp_path: Path) -> None:
             ["bash", "-euxo", "pipefail", "-c", script], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            status = shell.wait(840)
+            status = shell.wait(1740)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGKILL)
     told = (tmp_path / "output").read_text()
     logs = [path.read_text()[-2000:] for path in (run / "server.log", run / "train.log") if path.exists()]
     assert status == 0, "\n".join([told[-4000:], *logs])
-    assert "96/96 verified" in told
+    assert "64/64 verified" in told
     last = re.search(r"(\d+) steps: loss ([\d.]+) to ([\d.]+); validation ([\d.]+) to ([\d.]+)", told)
     assert last is not None
     print(last.group())
     steps, _, _, first, end = map(float, last.groups())
-    assert steps > 100
+    assert steps > 80
     assert end < 0.8 * first
     config = json.loads((run / "checkpoints" / "checkpoint_best" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
