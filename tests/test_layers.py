@@ -13,7 +13,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 
 # A module may import those of its own and of lower layers.
 LAYERS = [
-    {"errors", "logs", "config", "identity", "spans", "ring", "estimate"},
+    {"errors", "logs", "config", "identity", "spans", "ring", "estimate", "forecast", "model_config"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "donors", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {
@@ -37,11 +37,12 @@ LAYERS = [
     },
     {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
     {"epoch", "layers", "final_states", "modes", "targets", "rank", "handshake", "requests", "routes", "sglang_seam"},
-    {"trainers"},
+    {"trainers", "bench"},
     {"plugin", "cli"},
     {"__main__"},
 ]
-MODULES = sorted([*HASHTAP.glob("*.py"), *HASHTAP.glob("trainers/*.py")])
+PACKAGES = {"trainers", "bench"}
+MODULES = sorted([*HASHTAP.glob("*.py"), *(path for name in PACKAGES for path in HASHTAP.glob(f"{name}/*.py"))])
 SOURCES = sorted([*MODULES, *KERNELS.glob("*.py")])
 # Trainers' packages, which only an adapter in trainers/ may import.
 HOSTS = {"speculators", "hs_connectors", "modelopt", "specforge", "angelslim"}
@@ -63,7 +64,7 @@ def imported(path: Path) -> set[str]:
 
 def test_every_module_has_a_layer() -> None:
     known = set.union(*LAYERS) | {"__init__"}
-    assert {path.stem for path in HASHTAP.glob("*.py")} | {"trainers"} == known
+    assert {path.stem for path in HASHTAP.glob("*.py")} | PACKAGES == known
 
 
 def test_every_module_stands_in_the_architecture() -> None:
@@ -75,7 +76,7 @@ def test_every_module_stands_in_the_architecture() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_imports_point_down(path: Path) -> None:
     level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    mine = level["trainers"] if path.parent.name == "trainers" else level.get(path.stem, len(LAYERS))
+    mine = level.get(path.stem if path.parent == HASHTAP else path.parent.name, len(LAYERS))
     for name in imported(path):
         module = name.removeprefix("hashtap.").partition(".")[0]
         if name.startswith("hashtap.") and module in level:

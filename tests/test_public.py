@@ -10,6 +10,7 @@ MODULES = [
     path
     for package in (
         ROOT / "capture" / "hashtap",
+        ROOT / "capture" / "hashtap" / "bench",
         ROOT / "capture" / "hashtap" / "trainers",
         ROOT / "kernels" / "hashtap_kernels",
     )

@@ -1,5 +1,5 @@
 """The command line: ``hashtap extract``, ``verify``, ``show``, ``recover``, ``plan``,
-``export``.
+``export``, ``bench``.
 
 Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
 missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
@@ -16,11 +16,14 @@ from typing import Annotated
 import typer
 
 from hashtap import __version__
+from hashtap.bench.command import bench
 from hashtap.chat import ChatTokenizer
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, UsageError
 from hashtap.estimate import RATIO, Estimate
 from hashtap.extract import Extraction, ExtractOptions
+from hashtap.forecast import Forecast, Rates
+from hashtap.model_config import ModelShape
 from hashtap.progress import Snapshot, bar_or_lines
 from hashtap.quarantine import QUARANTINE_NAME
 from hashtap.reader import Reader
@@ -33,6 +36,7 @@ from hashtap.verify import verify
 __all__ = ["app", "run"]
 
 INTERRUPTED = 130
+RATES = Rates()
 
 app = typer.Typer(
     help="Capture the hidden states of a running SGLang server, matched to their prompts by hash.",
@@ -40,6 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
 Epoch = Annotated[str | None, typer.Option(help="Captures of these weights only.", show_default=False)]
@@ -226,23 +231,42 @@ def _recover(
 
 @app.command("plan")
 def _plan(
-    tokens: Annotated[int, typer.Option(help="Prompt tokens to capture.", show_default=False)],
-    layers: Annotated[int, typer.Option(help="Layers of a token, the final state included.", show_default=False)],
-    hidden: Annotated[int, typer.Option(help="The model's hidden size.", show_default=False)],
+    tokens: Annotated[float, typer.Option(help="Prompt tokens to capture, e.g. 87.8e6.", show_default=False)],
+    layers: Annotated[int, typer.Option(help="Layers of a token, the final state included.")] = 4,
+    hidden: Annotated[int | None, typer.Option(help="The model's hidden size.", show_default=False)] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, in place of --hidden.", show_default=False)
+    ] = None,
     ratio: Annotated[float, typer.Option(help="Compression to reckon with.")] = RATIO,
+    gpus: Annotated[
+        int | None, typer.Option(help="Reckon with time, disk and threads on so many GPUs too.", show_default=False)
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks that write: data-parallel ones.")] = 1,
+    threads: Annotated[int, typer.Option(help="Writer threads of a rank, --capture-threads.")] = 2,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of one GPU.")] = RATES.prefill_tokens_per_s,
+    thread_gb_per_s: Annotated[float, typer.Option(help="States that one writer thread takes.")] = RATES.thread / 1e9,
+    disk_gb_per_s: Annotated[float, typer.Option(help="What the disk takes.")] = RATES.disk / 1e9,
+    pcie_gb_per_s: Annotated[float, typer.Option(help="From a GPU to the host.")] = RATES.pcie / 1e9,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where the captures will go.", show_default=False)
     ] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Exit with 0 although the disk is too small.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Reckon how much disk an extraction takes; exit with 1 where less than 110 % of it is free."""
-    estimate = Estimate(tokens, layers, hidden, ratio=ratio, directory=directory)
+    """Reckon how much disk and time an extraction takes; exit with 1 where less than 110 % of the disk is free."""
+    if (hidden is None) == (model_config is None):
+        raise UsageError("give either --hidden or --model-config, which says how wide a state is")
+    width = ModelShape.read(model_config).hidden if model_config is not None else hidden
+    estimate = Estimate(int(tokens), layers, width or 0, ratio=ratio, directory=directory)
+    forecast = None
+    if gpus is not None:
+        rates = Rates(prefill_tokens_per_s, thread_gb_per_s * 1e9, disk_gb_per_s * 1e9, pcie_gb_per_s * 1e9)
+        forecast = Forecast(estimate, gpus, ranks, threads, rates)
     if as_json:
         numbers = {name: getattr(estimate, name) for name in ("token_bytes", "raw_bytes", "stored_bytes", "free_bytes")}
-        print(json.dumps({**numbers, "fits": estimate.fits}))
+        print(json.dumps({**numbers, "fits": estimate.fits, "forecast": forecast and forecast.to_json()}))
     else:
-        print(estimate)
+        print(estimate if forecast is None else f"{estimate}\n{forecast}")
     raise typer.Exit(0 if estimate.fits or anyway else 1)
 
 

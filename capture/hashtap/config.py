@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from hashtap.errors import UsageError
 
-__all__ = ["CaptureConfig", "enable"]
+__all__ = ["CaptureConfig", "child_environment", "enable"]
 
 GROUP = "hashtap: capture of hidden states"
 ENV_PREFIX = "HASHTAP_CAPTURE_"
@@ -199,6 +199,11 @@ def enable(**options: Any) -> CaptureConfig:
     config = CaptureConfig._read(texts, str)
     config.export()
     return config
+
+
+def child_environment(more: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """This process's environment for a child, without the capture options that it may hold, and with ``more``."""
+    return {name: text for name, text in environ.items() if not name.startswith(ENV_PREFIX)} | dict(more)
 
 
 def _flag(key: str) -> str:

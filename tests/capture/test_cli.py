@@ -362,6 +362,38 @@ def test_plan_refuses_a_disk_that_is_too_small(
         assert hashtap(*asked, "--anyway")[0] == 0
 
 
+def test_plan_reckons_with_time_and_what_is_busy(tmp_path: Path, hashtap: Hashtap) -> None:
+    config = tmp_path / "config.json"
+    shape = {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840}
+    config.write_text(json.dumps({"text_config": shape}))
+    asked = ("plan", "--model-config", config, "--tokens", "87.8e6", "--gpus", 8, "--threads", 4)
+    code, out, _ = hashtap(*asked)
+    assert code == 0
+    for text in ("87,800,000 tokens: 5.03 TB of states", "time: 37 min at 40,000 tokens/s", "bottleneck: prefill"):
+        assert text in out
+    assert out.splitlines()[-1].startswith("assumed: 8 GPUs of 5,000 prompt tokens/s each; ")
+    slow = json.loads(hashtap(*asked, "--disk-gb-per-s", 0.5, "--json")[1])["forecast"]
+    assert (slow["bottleneck"], slow["tokens_per_s"]) == ("disk", pytest.approx(0.5e9 * 1.48 / 57_344))
+    code, _, err = hashtap("plan", "--tokens", 5)
+    assert (code, "either --hidden or --model-config" in only_line(err)) == (2, True)
+
+
+def test_bench_refuses_what_it_cannot_measure(tmp_path: Path, hashtap: Hashtap) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 99}')
+    asked = ("bench", "server", tmp_path)
+    samples = write(tmp_path / "s.jsonl", prompts(9))
+    for more, text in (
+        (("--samples", samples, "--prompts", 5), "9 distinct prompts make 1 rounds of 5, and 6 are needed"),
+        (("--random-ids", "--tokens", "9-3"), "prompts of 9 to 3 tokens cannot be made"),
+        (("--random-ids", "--tokens", "many"), "--tokens 'many' is no range"),
+        (("--random-ids", "--against", "vllm"), "--against vllm: choose from http, dump, transformers"),
+        (("--decode-tokens", 1), "--decode-tokens 1"),
+        ((), "give --samples FILE or --random-ids"),
+    ):
+        code, _, err = hashtap(*asked, *more)
+        assert (code, text in only_line(err)) == (2, True), err
+
+
 @pytest.mark.parametrize("option", ["--tokens", "--layers", "--hidden", "--ratio"])
 def test_plan_wants_numbers_above_zero(hashtap: Hashtap, option: str) -> None:
     given = {"--tokens": 1, "--layers": 4, "--hidden": 8, option: 0}

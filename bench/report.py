@@ -1,0 +1,168 @@
+"""docs/benchmarks.md, written from the records in bench/results: ``python bench/report.py``.
+
+Three kinds of record are known: those of ``make bench`` (bench/figures.py), of ``hashtap bench server --json`` and of
+pytest-benchmark. Whatever is there is reported, each with command, commit, machine and versions; nothing is typed in.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hashtap.bench.outcome import METRICS
+from hashtap.bench.table import given, ratio_text
+
+__all__ = ["main", "report"]
+
+ROOT = Path(__file__).parents[1]
+Record = dict[str, Any]
+HEAD = """# Benchmarks
+
+Written by `python bench/report.py` from the records in `bench/results`; do not edit it by hand. Every figure stands
+behind a check, in the same run, that what was captured is right. Ratios are of runs that took turns in one session; the
+interval is the 95 % bootstrap interval of their median.
+"""
+
+
+def report(records: Iterable[Path]) -> str:
+    """The page, of these records.
+
+    Raises:
+        SystemExit: for a file that is no record.
+    """
+    parts = [HEAD]
+    for path in records:
+        parts += ["", *_section(path, json.loads(path.read_text()))]
+    if len(parts) == 1:
+        parts += ["No records yet."]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(path: Path, record: Record) -> list[str]:
+    for knows, title, rows in KINDS:
+        if knows(record):
+            plot = path.with_suffix(".svg")
+            shown = [f"![{path.stem}](../bench/results/{plot.name})", ""] if plot.exists() else []
+            return [f"## {title(path, record)}", "", *_where(path, record), "", *shown, *rows(record)]
+    raise SystemExit(f"{path} is no record that bench/report.py knows")
+
+
+def _where(path: Path, record: Record) -> list[str]:
+    """Command, commit, machine and versions, as pytest-benchmark or hashtap records them."""
+    machine, commit = record.get("machine", {}), record.get("commit")
+    if "machine_info" in record:
+        info = record["machine_info"]
+        machine = {"model": info["cpu"].get("brand_raw", info["machine"]), "cpus": info["cpu"].get("count", "?")}
+        machine["system"] = info["release"].split("-")[0]
+        commit = record["commit_info"]["id"] + ("+changes" if record["commit_info"].get("dirty") else "")
+    command = record.get("command", "pytest bench --benchmark-json=FILE")
+    versions = record.get("versions", {}) | {"Python": record.get("python") or record["machine_info"]["python_version"]}
+    date = record.get("date") or record["datetime"][:10]
+    gpus = "".join(f", {gpu}" for gpu in machine.get("gpus", ()))
+    return [
+        f"- command: `{command}`",
+        f"- commit: `{commit or 'not from a checkout'}`, record `bench/results/{path.name}`, {date}",
+        f"- machine: {machine['model']}, {machine['cpus']} CPUs{gpus}, Linux {machine['system']}",
+        f"- versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+    ]
+
+
+def _server_rows(record: Record) -> Iterator[str]:
+    yield f"{record['rounds']} rounds of {record['prompts_a_round']} prompts, {record['in_flight']} in flight; "
+    yield f"{record['verified']['prompts']:,} captured prompts verified; flags `{' '.join(record['flags'])}`."
+    yield ""
+    labels = [f"{metric.label} {metric.unit}".strip() for metric in METRICS]
+    yield from _table(
+        ["side", *labels, "states MB/s", "bytes a token", "gave"],
+        (
+            [
+                f"{name}: {side['title']}",
+                *(f"{side[m.name]['median'] * m.scale:,.4g}" if m.name in side else "" for m in METRICS),
+                *_gave(side, record),
+            ]
+            for name, side in record["sides"].items()
+        ),
+    )
+    yield ""
+    yield from _table(
+        ["hashtap ÷", *(metric.label for metric in METRICS)],
+        (
+            [name, *(ratio_text(ratios[m.name]) if m.name in ratios else "" for m in METRICS)]
+            for name, ratios in record["against"].items()
+        ),
+    )
+    yield ""
+    rounds = record["tokens_per_s"]["ratio_rounds"]
+    yield f"hashtap ÷ plain in tokens/s, round by round: {', '.join(f'{ratio:.3f}' for ratio in rounds)}."
+
+
+def _gave(side: Record, record: Record) -> list[str]:
+    if side["complete"] is None:
+        return ["", "", ""]
+    gave = "all" if side["complete"] else f"**incomplete**: {given(side, record['asked'])}"
+    return [f"{side['raw_bytes_per_s'] / 1e6:,.1f}", f"{side['bytes_per_asked_token']:,.0f}", gave]
+
+
+def _figure_rows(record: Record) -> Iterator[str]:
+    lines = [line for part in record.values() if isinstance(part, dict) for line in part.get("figures", ())]
+    # A line reads ``name value [unit] sign bar verdict``.
+    cells = (
+        [name, " ".join(value), f"{sign} {bar}", verdict] for name, *value, sign, bar, verdict in map(str.split, lines)
+    )
+    yield from _table(["figure", "value", "bar", ""], cells)
+
+
+def _pytest_rows(record: Record) -> Iterator[str]:
+    extra = sorted({name for bench in record["benchmarks"] for name in bench["extra_info"]})
+    yield from _table(
+        ["benchmark", "median ms", "rounds", *extra],
+        (
+            [
+                bench["name"],
+                f"{bench['stats']['median'] * 1e3:,.4g}",
+                str(bench["stats"]["rounds"]),
+                *(_cell(bench["extra_info"].get(name, "")) for name in extra),
+            ]
+            for bench in record["benchmarks"]
+        ),
+    )
+
+
+def _cell(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: list[str], rows: Any) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+# How a record is known, what its section is called, and what stands in it.
+KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Path, Record], str], Callable[[Record], Iterator[str]]], ...] = (
+    (
+        lambda record: record.get("benchmark") == "server",
+        lambda path, record: f"What capture costs a server: {record['model']}",
+        _server_rows,
+    ),
+    (lambda record: "benchmarks" in record, lambda path, record: f"Parts: {path.stem}", _pytest_rows),
+    (
+        lambda record: any(isinstance(part, dict) and "figures" in part for part in record.values()),
+        lambda path, record: f"Figures with a bar: {path.stem}",
+        _figure_rows,
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(report(sorted(options.results.glob("*.json"))))
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""docs/benchmarks.md is what the committed records say."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.report import report
+from tests.bench.test_outcome import record
+
+from hashtap.bench.counted import Got
+from hashtap.bench.surroundings import surroundings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_its_records_say() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    records = [ROOT / name for name in re.findall(r"record `(bench/results/\S+)`", page)]
+    assert page == report(records), "say: python bench/report.py"
+
+
+def test_every_kind_of_record_is_reported_with_where_it_comes_from(tmp_path: Path) -> None:
+    head: dict[str, Any] = surroundings(["hashtap", "bench", "server", "m"]) | {"commit": "abc"}
+    server = {"benchmark": "server", "prompts_a_round": 40, "in_flight": 8, "flags": ["--device", "cpu"]}
+    server |= {"verified": {"prompts": 120}}
+    parts = {
+        "machine_info": {
+            "cpu": {"brand_raw": "A CPU", "count": 2},
+            "release": "6.1-x",
+            "machine": "x86_64",
+            "python_version": "3.11.9",
+        },
+        "commit_info": {"id": "def", "dirty": True},
+        "datetime": "2026-01-02T03:04:05",
+        "benchmarks": [
+            {"name": "test_codec", "stats": {"median": 0.002, "rounds": 9}, "extra_info": {"gb_per_s": 1.5}}
+        ],
+    }
+    figures = head | {"shards": {"figures": ["shards.read 1.25 GB/s >= 0.9 ok", "shards.x 0.1 >= 0.9 SHORT"]}}
+    for name, content in (
+        ("server", head | server | record(Got(91, 24, 5000))),
+        ("parts", parts),
+        ("figures", figures),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    text = report(sorted(tmp_path.iterdir()))
+    for line in (
+        "## What capture costs a server: m",
+        "- command: `hashtap bench server m`",
+        "- commit: `abc`, record `bench/results/server.json`",
+        "**incomplete**: 91 of 3,000 rows, 3 of 4 layers",
+        "hashtap ÷ plain in tokens/s, round by round: 0.980, 0.990, 0.985.",
+        "- commit: `def+changes`, record `bench/results/parts.json`, 2026-01-02",
+        "| test_codec | 2 | 9 | 1.5 |",
+        "| shards.read | 1.25 GB/s | >= 0.9 | ok |",
+        "| shards.x | 0.1 | >= 0.9 | SHORT |",
+    ):
+        assert line in text, line
+    assert text.count("- machine: ") == text.count("- versions: ") == 3
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    assert "No records yet." in report(sorted(tmp_path.iterdir()))
+    (tmp_path / "odd.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"odd\.json is no record"):
+        report(sorted(tmp_path.iterdir()))
