@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from bench.figures import Figure, Measured
+from bench.plan import OFF
 from bench.server import Server
 from bench.smollm2 import make_smollm2
 
@@ -20,6 +21,8 @@ from hashtap.bench.prompts import Lengths, text_prompts
 from hashtap.bench.rounds import Plan
 from hashtap.bench.server_cost import Options, measure_server
 from hashtap.bench.sides import Case
+from hashtap.estimate import Estimate
+from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +47,10 @@ def measure() -> Measured:
     case = Case(str(model), Path(), FLAGS, CAPTURE_FLAGS)
     record = measure_server(case, parts[0], parts[1:], Plan(rounds=ROUNDS, in_flight=IN_FLIGHT), Options(), print)
     memory = growth(model)
-    aux = record["against"]["aux"]
+    aux, capturing, asked = record["against"]["aux"], record["sides"]["hashtap"], record["asked"]
+    rates = Rates(prefill_tokens_per_s=record["sides"]["plain"]["tokens_per_s"]["median"])
+    forecast = Forecast(Estimate(asked["rows"], asked["layers"], asked["hidden"]), rates=rates)
+    seconds = asked["rows"] / capturing["tokens_per_s"]["median"]
     return Measured(
         [
             _ratio("server.tokens_per_s.ratio", record["tokens_per_s"], 0.98, at_least=True),
@@ -52,6 +58,13 @@ def measure() -> Measured:
             _ratio("server.ttft_p50.ratio", record["ttft_p50_s"], 1.05, at_least=False),
             _ratio("server.decode_step.ratio", record["step_s"], 1.02, at_least=False),
             Figure("server.lossless_ratio", record["verified"]["ratio"], 1.47, at_least=True),
+            Figure("plan.server_seconds_off", abs(forecast.seconds / seconds - 1), OFF, at_least=False),
+            Figure(
+                "plan.server_bytes_off",
+                abs(forecast.estimate.stored_bytes / capturing["bytes"] - 1),
+                OFF,
+                at_least=False,
+            ),
             Figure("server.pss_growth_mb", memory["growth_bytes"] / 1e6, 10.0, at_least=False, unit="MB"),
         ],
         {"server": record, "memory": memory},

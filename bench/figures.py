@@ -53,12 +53,13 @@ class Measured:
 
 def measurements() -> dict[str, Callable[[], Measured]]:
     """All measurements by name."""
-    from bench import capture_cost, hot_path, shards, step_time
+    from bench import capture_cost, hot_path, plan, shards, step_time
 
     return {
         "hot_path": hot_path.measure,
         "shards": shards.measure,
         "step_time": step_time.measure,
+        "plan": plan.measure,
         "capture_cost": capture_cost.measure,
     }
 

@@ -30,7 +30,7 @@ class Rates:
     """
 
     prefill_tokens_per_s: float = 5_000.0
-    thread: float = 0.9e9
+    thread: float = 0.6e9
     disk: float = 2.0e9
     pcie: float = 50e9
 
@@ -118,7 +118,7 @@ class Forecast:
             f"a writer thread takes {rates.thread / 1e9:g} GB/s of states, {self.threads} of them a writing rank",
             f"the disk takes {rates.disk / 1e9:g} GB/s, PCIe {rates.pcie / 1e9:g} GB/s a GPU",
             f"ratio {estimate.ratio:g}",
-            "every prompt is computed once and whole",
+            "prompts of 256 tokens and more, each computed once and whole",
         ]
         lines = [
             f"time: {_time(self.seconds)} at {self.tokens_per_s:,.0f} tokens/s",
