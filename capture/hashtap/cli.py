@@ -243,6 +243,7 @@ def _plan(
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that write: data-parallel ones.")] = 1,
     threads: Annotated[int, typer.Option(help="Writer threads of a rank, --capture-threads.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Of a prompt, on average.")] = 1000,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of one GPU.")] = RATES.prefill_tokens_per_s,
     thread_gb_per_s: Annotated[float, typer.Option(help="States that one writer thread takes.")] = RATES.thread / 1e9,
     disk_gb_per_s: Annotated[float, typer.Option(help="What the disk takes.")] = RATES.disk / 1e9,
@@ -260,8 +261,8 @@ def _plan(
     estimate = Estimate(int(tokens), layers, width or 0, ratio=ratio, directory=directory)
     forecast = None
     if gpus is not None:
-        rates = Rates(prefill_tokens_per_s, thread_gb_per_s * 1e9, disk_gb_per_s * 1e9, pcie_gb_per_s * 1e9)
-        forecast = Forecast(estimate, gpus, ranks, threads, rates)
+        rates = Rates(prefill_tokens_per_s, thread_gb_per_s * 1e9, disk=disk_gb_per_s * 1e9, pcie=pcie_gb_per_s * 1e9)
+        forecast = Forecast(estimate, gpus, ranks, threads, prompt_tokens, rates)
     if as_json:
         numbers = {name: getattr(estimate, name) for name in ("token_bytes", "raw_bytes", "stored_bytes", "free_bytes")}
         print(json.dumps({**numbers, "fits": estimate.fits, "forecast": forecast and forecast.to_json()}))

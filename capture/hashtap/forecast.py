@@ -10,6 +10,7 @@ from typing import Any
 
 from hashtap.errors import UsageError
 from hashtap.estimate import Estimate
+from hashtap_kernels.layout import MAX_FRAME_TOKENS
 
 __all__ = ["Forecast", "Rates"]
 
@@ -19,18 +20,20 @@ ROW_SUM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine can do. All in bytes a second, but for the first.
+    """What the machine can do; in bytes a second where nothing else is said.
 
     Attributes:
         prefill_tokens_per_s: of one GPU.
-        thread: raw bytes that one writer thread checks, compresses and writes. Measured on one core
-            of a Xeon server with real states.
+        thread: raw bytes that one writer thread checks, compresses and writes; measured on a core of a Xeon server with
+            real states.
+        frame_s: seconds that it spends on each frame besides.
         disk: sequential writes, of one NVMe drive.
         pcie: from one GPU to pinned host memory, of a PCIe 5.0 x16 slot.
     """
 
     prefill_tokens_per_s: float = 5_000.0
-    thread: float = 0.6e9
+    thread: float = 0.7e9
+    frame_s: float = 0.3e-3
     disk: float = 2.0e9
     pcie: float = 50e9
 
@@ -47,6 +50,7 @@ class Forecast:
     Args:
         ranks: that write: the data-parallel ones, as tensor-parallel ranks hold the same rows and only one writes.
         threads: that write for each of them (``--capture-threads``).
+        prompt_tokens: of a prompt, on average; a frame holds up to 256.
 
     Raises:
         UsageError: when a number is out of range.
@@ -56,13 +60,16 @@ class Forecast:
     gpus: int = 1
     ranks: int = 1
     threads: int = 2
+    prompt_tokens: int = 1000
     rates: Rates = Rates()
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= self.gpus:
             raise UsageError(f"{self.ranks} ranks cannot write on {self.gpus} GPUs: give 1 to {self.gpus}")
-        if self.threads < 1:
-            raise UsageError(f"{self.threads} writer threads cannot write: give 1 or more")
+        if self.threads < 1 or self.prompt_tokens < 1:
+            raise UsageError(
+                f"{self.threads} writer threads, prompts of {self.prompt_tokens} tokens: give 1 or more of both"
+            )
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -75,11 +82,17 @@ class Forecast:
         return self.prefill_tokens_per_s * self.estimate.token_bytes
 
     @property
+    def thread_bytes_per_s(self) -> float:
+        """What one writer thread takes of such prompts: frames that are not full take it longer for their bytes."""
+        frames_per_token = math.ceil(self.prompt_tokens / MAX_FRAME_TOKENS) / self.prompt_tokens
+        return 1 / (1 / self.rates.thread + self.rates.frame_s * frames_per_token / self.estimate.token_bytes)
+
+    @property
     def duties(self) -> dict[str, float]:
         """The share that each part is busy at the pace of the prefill: above 1, it cannot keep up."""
         framed = 1 + ROW_SUM_BYTES / self.estimate.token_bytes
         return {
-            "writer threads": self.raw_bytes_per_s / (self.ranks * self.threads * self.rates.thread),
+            "writer threads": self.raw_bytes_per_s / (self.ranks * self.threads * self.thread_bytes_per_s),
             "disk": self.raw_bytes_per_s / self.estimate.ratio / self.rates.disk,
             "PCIe": self.raw_bytes_per_s * framed / self.ranks / self.rates.pcie,
         }
@@ -103,7 +116,7 @@ class Forecast:
     @property
     def threads_needed(self) -> int:
         """For each rank, so that they keep up with the prefill."""
-        return math.ceil(self.raw_bytes_per_s / self.ranks / self.rates.thread)
+        return math.ceil(self.raw_bytes_per_s / self.ranks / self.thread_bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
         """The figures, as JSON takes them."""
@@ -113,12 +126,13 @@ class Forecast:
     def __str__(self) -> str:
         rates, estimate, raw = self.rates, self.estimate, self.raw_bytes_per_s / 1e6
         slow = "" if self.bottleneck == "prefill" else f", which cannot keep up with {self.prefill_tokens_per_s:,.0f}"
+        overhead = f"{rates.frame_s * 1e3:g} ms a frame besides"
         assumed = [
             f"{self.gpus} GPUs of {rates.prefill_tokens_per_s:,.0f} prompt tokens/s each",
-            f"a writer thread takes {rates.thread / 1e9:g} GB/s of states, {self.threads} of them a writing rank",
+            f"{self.threads} writer threads a writing rank, each of {rates.thread / 1e9:g} GB/s and {overhead}",
             f"the disk takes {rates.disk / 1e9:g} GB/s, PCIe {rates.pcie / 1e9:g} GB/s a GPU",
             f"ratio {estimate.ratio:g}",
-            "prompts of 256 tokens and more, each computed once and whole",
+            f"prompts of {self.prompt_tokens:,} tokens, each computed once and whole",
         ]
         lines = [
             f"time: {_time(self.seconds)} at {self.tokens_per_s:,.0f} tokens/s",

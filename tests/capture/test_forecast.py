@@ -8,7 +8,7 @@ from hashtap.errors import UsageError
 from hashtap.estimate import Estimate
 from hashtap.forecast import Forecast, Rates
 
-RATES = Rates(prefill_tokens_per_s=5_000, thread=1e9, disk=2e9, pcie=50e9)
+RATES = Rates(prefill_tokens_per_s=5_000, thread=1e9, frame_s=1e-12, disk=2e9, pcie=50e9)
 # 87.8 million tokens of 4 x 7,168 bfloat16 elements, as a Kimi-K2-sized model on 8 GPUs.
 RUN = Forecast(Estimate(87_800_000, 4, 7168, ratio=1.5), gpus=8, ranks=1, threads=3, rates=RATES)
 
@@ -45,19 +45,27 @@ def test_data_parallel_ranks_share_threads_and_pcie_but_not_the_disk() -> None:
     assert spread.threads_needed == 1
 
 
+def test_short_frames_take_a_thread_longer() -> None:
+    """A prompt of 300 tokens takes two frames; of 4 x 576 elements it is 1,382,400 bytes."""
+    small = Forecast(Estimate(1, 4, 576), prompt_tokens=300, rates=replace(RATES, frame_s=1e-3))
+    assert small.thread_bytes_per_s == pytest.approx(1_382_400 / (1_382_400 / 1e9 + 2e-3))
+    assert replace(small, prompt_tokens=256).thread_bytes_per_s > small.thread_bytes_per_s
+    assert RUN.thread_bytes_per_s == pytest.approx(1e9)
+
+
 def test_it_prints_what_it_assumes() -> None:
     assert str(RUN).splitlines()[0] == "time: 37 min at 40,000 tokens/s"
     assumed = str(RUN).splitlines()[-1]
     for text in (
         "8 GPUs of 5,000 prompt tokens/s",
-        "takes 1 GB/s of states, 3 of them",
+        "3 writer threads a writing rank, each of 1 GB/s",
         "disk takes 2 GB/s",
         "ratio 1.5",
     ):
         assert text in assumed
 
 
-@pytest.mark.parametrize("bad", [{"gpus": 0}, {"ranks": 9}, {"ranks": 0}, {"threads": 0}])
+@pytest.mark.parametrize("bad", [{"gpus": 0}, {"ranks": 9}, {"ranks": 0}, {"threads": 0}, {"prompt_tokens": 0}])
 def test_numbers_out_of_range_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="give"):
         replace(RUN, **bad)  # type: ignore[arg-type]
