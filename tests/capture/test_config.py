@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 import hashtap
-from hashtap.config import CaptureConfig
+from hashtap.config import CaptureConfig, child_environment
 from hashtap.errors import UsageError
 
 FULL = {
@@ -111,3 +111,9 @@ def test_enable_names_unknown_keys() -> None:
         hashtap.enable(capture_dir="/data", capture_layer=[1])
     with pytest.raises(UsageError, match="needs capture_dir"):
         hashtap.enable(capture_threads=1)
+
+
+def test_a_child_captures_only_if_told_so() -> None:
+    outer = {"PATH": "/bin", "HASHTAP_CAPTURE_DIR": "/data", "HASHTAP_CAPTURE_THREADS": "3", "HASHTAP_API_KEY": "k"}
+    assert child_environment({}, outer) == {"PATH": "/bin", "HASHTAP_API_KEY": "k"}
+    assert child_environment({"HASHTAP_CAPTURE_DIR": "/own"}, outer)["HASHTAP_CAPTURE_DIR"] == "/own"
