@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hashtap.bench.outcome import METRICS
-from hashtap.bench.table import given, ratio_text
+from hashtap.bench.table import incomplete, ratio_rows, side_rows
 
 __all__ = ["main", "report"]
 
@@ -69,72 +68,47 @@ def _where(path: Path, record: Record) -> list[str]:
 
 
 def _server_rows(record: Record) -> Iterator[str]:
-    yield f"{record['rounds']} rounds of {record['prompts_a_round']} prompts, {record['in_flight']} in flight; "
-    yield f"{record['verified']['prompts']:,} captured prompts verified; flags `{' '.join(record['flags'])}`."
-    yield ""
-    labels = [f"{metric.label} {metric.unit}".strip() for metric in METRICS]
-    yield from _table(
-        ["side", *labels, "states MB/s", "bytes a token", "gave"],
-        (
-            [
-                f"{name}: {side['title']}",
-                *(f"{side[m.name]['median'] * m.scale:,.4g}" if m.name in side else "" for m in METRICS),
-                *_gave(side, record),
-            ]
-            for name, side in record["sides"].items()
-        ),
+    yield (
+        f"{record['rounds']} rounds of {record['prompts_a_round']} prompts, {record['in_flight']} in flight; "
+        f"{record['verified']['prompts']:,} captured prompts verified; flags `{' '.join(record['flags'])}`."
     )
     yield ""
-    yield from _table(
-        ["hashtap ÷", *(metric.label for metric in METRICS)],
-        (
-            [name, *(ratio_text(ratios[m.name]) if m.name in ratios else "" for m in METRICS)]
-            for name, ratios in record["against"].items()
-        ),
-    )
+    yield from (f"- {name}: {side['title']}" for name, side in record["sides"].items())
     yield ""
+    yield from _table(side_rows(record))
+    yield ""
+    yield from _table(ratio_rows(record))
+    yield ""
+    yield from (f"{line}." for line in incomplete(record))
     rounds = record["tokens_per_s"]["ratio_rounds"]
-    yield f"hashtap ÷ plain in tokens/s, round by round: {', '.join(f'{ratio:.3f}' for ratio in rounds)}."
-
-
-def _gave(side: Record, record: Record) -> list[str]:
-    if side["complete"] is None:
-        return ["", "", ""]
-    gave = "all" if side["complete"] else f"**incomplete**: {given(side, record['asked'])}"
-    return [f"{side['raw_bytes_per_s'] / 1e6:,.1f}", f"{side['bytes_per_asked_token']:,.0f}", gave]
+    yield f"hashtap ÷ plain in prompt tokens/s, round by round: {', '.join(f'{ratio:.3f}' for ratio in rounds)}."
 
 
 def _figure_rows(record: Record) -> Iterator[str]:
     lines = [line for part in record.values() if isinstance(part, dict) for line in part.get("figures", ())]
-    # A line reads ``name value [unit] sign bar verdict``.
-    cells = (
-        [name, " ".join(value), f"{sign} {bar}", verdict] for name, *value, sign, bar, verdict in map(str.split, lines)
-    )
-    yield from _table(["figure", "value", "bar", ""], cells)
+    rows = [["figure", "value", "bar", ""]]
+    for name, *value, sign, bar, verdict in map(str.split, lines):  # ``name value [unit] sign bar verdict``
+        rows.append([name, " ".join(value), f"{sign} {bar}", verdict])
+    yield from _table(rows)
 
 
 def _pytest_rows(record: Record) -> Iterator[str]:
     extra = sorted({name for bench in record["benchmarks"] for name in bench["extra_info"]})
-    yield from _table(
-        ["benchmark", "median ms", "rounds", *extra],
-        (
-            [
-                bench["name"],
-                f"{bench['stats']['median'] * 1e3:,.4g}",
-                str(bench["stats"]["rounds"]),
-                *(_cell(bench["extra_info"].get(name, "")) for name in extra),
-            ]
-            for bench in record["benchmarks"]
-        ),
-    )
+    rows = [["benchmark", "median ms", "rounds", *extra]]
+    for bench in record["benchmarks"]:
+        stats = bench["stats"]
+        cells = (_cell(bench["extra_info"].get(name, "")) for name in extra)
+        rows.append([bench["name"], f"{stats['median'] * 1e3:,.4g}", str(stats["rounds"]), *cells])
+    yield from _table(rows)
 
 
 def _cell(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def _table(head: list[str], rows: Any) -> Iterator[str]:
-    for row in (head, ["---"] * len(head), *rows):
+def _table(rows: Iterable[list[str]]) -> Iterator[str]:
+    head, *body = rows
+    for row in (head, ["---"] * len(head), *body):
         yield f"| {' | '.join(row)} |"
 
 

@@ -52,7 +52,7 @@ def test_every_side_is_measured_and_what_is_not_whole_is_said(tmp_path: Path) ->
     assert "http is incomplete" in " ".join(done.stdout.split())
     assert (tmp_path / "plot.png").exists()
     assert (tmp_path / "plot.svg").exists()
-    assert "hashtap ÷ plain in tokens/s" in report([target])
+    assert "hashtap ÷ plain in prompt tokens/s" in report([target])
     assert leftovers(work) == []
 
 

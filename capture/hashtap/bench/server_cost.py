@@ -65,9 +65,9 @@ def measure_server(
         HashtapError: when not everything that was sent is captured and verified; there are no figures then.
         ServerLost: when a server does not start or answer.
     """
-    with _folder(options.work) as work, _losing_servers():
+    with _folder(options.work) as work, _losing_servers(options.one_at_a_time):
         sides = make_sides(replace(case, work=work), options.against)
-        environment = cpu_environment() if "cpu" in case.flags else {}
+        environment = cpu_environment() if {"cpu", "--device=cpu"} & {*case.flags} else {}
 
         def make(side: Side) -> Server:
             return Server(side.command, environment=environment, boot_s=options.boot_s)
@@ -104,7 +104,7 @@ def measure_server(
 
 @contextmanager
 def _folder(parent: Path | None) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="hashtap-bench-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="hashtap-bench-", dir=parent)).absolute()  # servers run elsewhere
     try:
         yield folder
     finally:
@@ -112,11 +112,14 @@ def _folder(parent: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _losing_servers() -> Iterator[None]:
+def _losing_servers(one_at_a_time: bool) -> Iterator[None]:
     try:
         yield
-    except (ServerFailed, httpx.HTTPError) as error:
-        raise ServerLost(str(error) or type(error).__name__) from error
+    except ServerFailed as failure:
+        remedy = "" if one_at_a_time else "; where only one server has room, give --one-at-a-time"
+        raise ServerLost(f"{failure}{remedy}") from failure
+    except httpx.HTTPError as error:
+        raise ServerLost(f"a server stopped answering: {type(error).__name__}: {error}") from error
 
 
 def _verified(captures: Path, prompts: list[list[int]]) -> dict[str, Any]:

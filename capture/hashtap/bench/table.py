@@ -1,4 +1,4 @@
-"""A benchmark's record as tables for people."""
+"""A benchmark's record as tables for people: rows of cells, and how they are printed."""
 
 from typing import Any
 
@@ -7,42 +7,63 @@ from rich.table import Table
 
 from hashtap.bench.outcome import METRICS
 
-__all__ = ["given", "ratio_text", "show"]
+__all__ = ["incomplete", "ratio_rows", "ratio_text", "show", "side_rows"]
+
+Rows = list[list[str]]
 
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print what each side did, and hashtap's ratios to each."""
-    console.print(_sides(record))
-    console.print(_ratios(record))
     for name, side in record["sides"].items():
-        if side["complete"] is False:
-            console.print(f"{name} is incomplete: it gave {given(side, record['asked'])}; its speed is no comparison")
+        console.print(f"{name}: {side['title']}", markup=False, highlight=False)
+    for title, rows in (
+        (f"{record['model']}: medians of {record['rounds']} rounds", side_rows(record)),
+        ("ratios: median of the rounds [95 % interval]", ratio_rows(record)),
+    ):
+        table = Table(title=title, title_justify="left")
+        for number, heading in enumerate(rows[0]):
+            table.add_column(heading, justify="right" if number else "left")
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+    for line in incomplete(record):
+        console.print(line, markup=False, highlight=False)
 
 
-def _sides(record: dict[str, Any]) -> Table:
-    table = Table(title=f"{record['model']}: medians of {record['rounds']} rounds", title_justify="left")
-    table.add_column("side")
+def side_rows(record: dict[str, Any]) -> Rows:
+    """A heading, then a row for each metric, with a cell for each side."""
+    sides = record["sides"].values()
+    rows = [["", *record["sides"]]]
     for metric in METRICS:
-        table.add_column(" ".join([metric.label, metric.unit]).strip(), justify="right")
-    for heading in ("states MB/s", "bytes a token", "gave"):
-        table.add_column(heading, justify="right")
-    for name, side in record["sides"].items():
-        cells = [f"{side[m.name]['median'] * m.scale:,.4g}" if m.name in side else "" for m in METRICS]
-        if side["complete"] is not None:
-            cells += [f"{side['raw_bytes_per_s'] / 1e6:,.1f}", f"{side['bytes_per_asked_token']:,.0f}"]
-            cells.append("all" if side["complete"] else "INCOMPLETE")
-        table.add_row(name, *cells)
-    return table
+        cells = [_number(side[metric.name]["median"] * metric.scale) if metric.name in side else "" for side in sides]
+        rows.append([f"{metric.label} {metric.unit}".strip(), *cells])
+    gave = {True: "all", False: "INCOMPLETE", None: ""}
+    rows.append(["states MB/s", *(_number(side.get("raw_bytes_per_s"), 1e-6) for side in sides)])
+    rows.append(["bytes a token", *(_number(side.get("bytes_per_asked_token")) for side in sides)])
+    rows.append(["raw ÷ bytes", *(_number(side.get("raw_over_bytes")) for side in sides)])
+    rows.append(["gave", *(gave[side["complete"]] for side in sides)])
+    return rows
 
 
-def _ratios(record: dict[str, Any]) -> Table:
-    table = Table(title="hashtap ÷ each, median of the rounds' ratios [95 % interval]", title_justify="left")
-    table.add_column("hashtap ÷")
+def ratio_rows(record: dict[str, Any]) -> Rows:
+    """A heading, then a row for each metric, with hashtap's ratio to each other side."""
+    against = record["against"]
+    rows = [["", *(f"hashtap ÷ {name}" for name in against)]]
     for metric in METRICS:
-        table.add_column(metric.label, justify="right")
-    for name, ratios in record["against"].items():
-        table.add_row(name, *(ratio_text(ratios[m.name]) if m.name in ratios else "" for m in METRICS))
-    return table
+        cells = [ratio_text(ratios[metric.name]) if metric.name in ratios else "" for ratios in against.values()]
+        rows.append([metric.label, *cells])
+    return rows
+
+
+def incomplete(record: dict[str, Any]) -> list[str]:
+    """A line for each side that gave less than was asked."""
+    asked = record["asked"]
+    return [
+        f"{name} is incomplete: it gave {side['rows']:,} of {asked['rows']:,} rows, {side['layers']:g} of "
+        f"{asked['layers']} layers"
+        for name, side in record["sides"].items()
+        if side["complete"] is False
+    ]
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:
@@ -54,6 +75,7 @@ def ratio_text(ratio: dict[str, Any]) -> str:
     return f"{ratio['ratio_median']:.3f} [{ratio['ratio_low']:.3f}, {ratio['ratio_high']:.3f}]"
 
 
-def given(side: dict[str, Any], asked: dict[str, Any]) -> str:
-    """What a side gave of what was asked, in words."""
-    return f"{side['rows']:,} of {asked['rows']:,} rows, {side['layers']:g} of {asked['layers']} layers"
+def _number(value: float | None, scale: float = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value * scale:,.0f}" if value * scale >= 1000 else f"{value * scale:.4g}"
