@@ -7,12 +7,13 @@ pass, writes the table of ``docs/modes.md`` anew.
 
 import ast
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-__all__ = ["OUTCOMES", "TABLE", "Cell", "cells_in_table", "cells_of_tests"]
+__all__ = ["OUTCOMES", "TABLE", "Cell", "cells_in_table", "cells_of_tests", "write_table"]
 
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "modes.md"
@@ -23,7 +24,7 @@ OUTCOMES = {
 }
 HEAD = """# Every way in which SGLang can run a prompt
 
-Written by `make modes`, which runs every test named here{version}; do not edit. The outcome is one of three:
+Written by `make modes`, which runs every test that names a row, on SGLang {sglang}; An outcome is one of three:
 
 {outcomes}
 
@@ -44,21 +45,23 @@ class Cell(NamedTuple):
     where: str  # "server", "batch" or "arguments"
 
 
-def cells_of_tests() -> set[Cell]:
-    """The cells that tests name, found in their sources."""
-    return {cell for path in sorted(TESTS.rglob("test_*.py")) for cell in _cells_of(path)}
+def cells_of_tests() -> list[Cell]:
+    """The cells that tests name, found in their sources, those on a server first."""
+    files = [*sorted(TESTS.glob("server/test_*.py")), *sorted(TESTS.glob("seam/test_*.py"))]
+    return [cell for path in files for cell in _cells_of(path)]
 
 
-def cells_in_table() -> set[Cell]:
+def cells_in_table() -> list[Cell]:
     """The rows of the committed table."""
     lines = TABLE.read_text().splitlines()
     rows = lines[lines.index("|---|---|---|---|") + 1 :]
-    return {Cell(*(part.strip() for part in row.strip("|").split(" | "))) for row in rows}
+    return [Cell(*(part.strip() for part in row.strip("|").split(" | "))) for row in rows]
 
 
 def _cells_of(path: Path) -> Iterator[Cell]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.cell":
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    for node in sorted(calls, key=lambda call: call.lineno):
+        if ast.unparse(node.func) == "pytest.mark.cell":
             yield Cell(*(ast.literal_eval(argument) for argument in node.args), _where(path))
 
 
@@ -66,20 +69,19 @@ def _where(path: Path) -> str:
     return "server" if path.parent.name == "server" else {"test_batches": "batch", "test_modes": "arguments"}[path.stem]
 
 
-def write_table(cells: list[Cell], version: str) -> None:
+def write_table(cells: list[Cell], sglang: str) -> None:
     """Write ``docs/modes.md``."""
     outcomes = "\n".join(f"- **{name}**: {meaning}." for name, meaning in OUTCOMES.items())
     rows = "".join(f"| {' | '.join(cell)} |\n" for cell in cells)
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(HEAD.format(version=f" on SGLang {version}" if version else "", outcomes=outcomes) + rows)
+    TABLE.write_text(HEAD.format(sglang=sglang, outcomes=outcomes) + rows)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the table when everything that names a cell ran and passed."""
-    ran = [Cell(*marker.args, _where(item.path)) for item in session.items for marker in item.iter_markers("cell")]
-    if exitstatus == 0 and not session.config.option.collectonly and set(ran) == cells_of_tests():
-        from importlib.metadata import version
-
-        write_table(list(dict.fromkeys(ran)), version("sglang"))
+    named = cells_of_tests()
+    ran = {Cell(*marker.args, _where(item.path)) for item in session.items for marker in item.iter_markers("cell")}
+    if exitstatus == 0 and not session.config.option.collectonly and ran == set(named):
+        write_table(named, version("sglang"))
         print(f"\nwrote {TABLE}")

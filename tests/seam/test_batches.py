@@ -177,9 +177,7 @@ def test_replay_of_a_prefill_graph(runner: Runner) -> None:
     runner.assert_stored(first, second)
 
 
-@pytest.mark.cell(
-    "mixed batch under its own mode", "exact", "MIXED, as SGLang up to 0.5.20 hands it on: decode rows last"
-)
+@pytest.mark.cell("mixed batch under its own mode", "exact", "MIXED: the decode rows of others come last")
 def test_a_mixed_batch(runner: Runner) -> None:
     running, prompt = runner.request(20), runner.request(50)
     start = [(running, 0, 20)]

@@ -31,10 +31,11 @@ def abort_at_random(server: Served, times: int, seed: int) -> dict[str, int]:
 
     Whatever was answered as captured is sealed, whatever is sealed is whole, nothing else is left anywhere.
     """
-    draw, before = random.Random(seed), server.counters()
+    draw = random.Random(seed)
     prompts = random_prompts([draw.randint(1, MOST_CHUNKS * CHUNK_TOKENS) for _ in range(times)], seed=seed)
     moments = [draw.random() for _ in prompts]
-    patience_s = _seconds_of_a_round(server)
+    patience_s = 0.7 * _seconds_of_a_round(server)
+    before = server.counters()
 
     def one(prompt: list[int], moment: float) -> Any:
         rid = uuid4().hex

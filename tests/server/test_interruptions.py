@@ -91,7 +91,7 @@ def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> No
 
 
 @pytest.mark.cell(
-    "priorities and preemption", "exact", "prompts of priority 10 push out running ones, which begin anew"
+    "priorities and preemption", "exact", "prompts of priority 100 push out running ones, which begin anew"
 )
 def test_preemption(busy: Served, reference: Reference) -> None:
     low, high = random_prompts([60] * 12, seed=97), random_prompts([400] * 6, seed=98)
@@ -99,7 +99,7 @@ def test_preemption(busy: Served, reference: Reference) -> None:
     with ThreadPoolExecutor(18) as pool:
         slow = [pool.submit(ask, busy, prompt, 0, 150) for prompt in low]
         wait_until(lambda: (busy.counters() - before)["captured"] >= 8, 60, "eight to run")
-        quick = [pool.submit(ask, busy, prompt, 10) for prompt in high]
+        quick = [pool.submit(ask, busy, prompt, 100) for prompt in high]
         answers = [answer.result() for answer in quick + slow]
     assert sum(answer["meta_info"].get("num_retractions", 0) for answer in answers) > 0
     assert {receipt(answer)["state"] for answer in answers} == {"captured"}

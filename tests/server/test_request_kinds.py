@@ -107,8 +107,8 @@ def test_text(llama: Served, reference: Reference) -> None:
     llama.check(reference, text, completion)
 
 
-@pytest.mark.cell("cache salt", "refused", "the states may be another tenant's")
-@pytest.mark.cell("extra key", "refused", "as the cache salt")
+@pytest.mark.cell("cache salt", "refused", "`cache_salt`; it is no part of the key")
+@pytest.mark.cell("extra key", "refused", "`extra_key`, as the cache salt")
 @pytest.mark.cell("sessions", "refused", "the ids sent are not the whole prompt")
 @pytest.mark.cell("multi-item scoring", "refused", "`multi_item_delimiter_indices`: items do not see each other")
 @pytest.mark.cell("input embeddings", "refused", "`input_embeds`; SGLang makes up the ids")
