@@ -17,7 +17,7 @@ def refused(model: Path, *flags: object, environment: dict[str, str] | None = No
     server = Server(model, *COMMON_FLAGS, *flags, threads=1, environment=environment)
     server.start()
     try:
-        wait_until(lambda: server.process is not None and server.process.poll() is not None, 120, "the server to end")
+        wait_until(lambda: server.process is not None and server.process.poll() is not None, 300, "the server to end")
     finally:
         status = server.kill()
     log = server.log_text()
