@@ -34,7 +34,7 @@ def abort_at_random(server: Served, times: int, seed: int) -> dict[str, int]:
     draw = random.Random(seed)
     prompts = random_prompts([draw.randint(1, MOST_CHUNKS * CHUNK_TOKENS) for _ in range(times)], seed=seed)
     moments = [draw.random() for _ in prompts]
-    patience_s = 0.7 * _seconds_of_a_round(server)
+    patience_s = min(5.0, 0.7 * _seconds_of_a_round(server))
     before = server.counters()
 
     def one(prompt: list[int], moment: float) -> Any:
