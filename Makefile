@@ -2,6 +2,8 @@
 # make test       the quick suite          make test-all   with the slow tests
 # make check      ruff, mypy, import rules make fmt        format the code
 # make bench      the figures and bars     make wheel      build, install elsewhere, import
+# make modes      the table docs/modes.md  make soak       20,000 mixed requests, with aborts, retries, restarts
+# make aborts     1,000 prompts aborted at random moments
 # make test-triton   the kernels' quick tests under the oldest and the newest Triton that serve
 # make test-trainers   captures read and trained on by the trainers' own packages (TRAINERS=readers for one environment)
 #
@@ -17,7 +19,7 @@ TESTS_OF_readers := tests/trainers/test_specforge.py tests/trainers/test_angelsl
 TESTS_OF_speculators := tests/trainers/test_speculators.py
 TESTS_OF_modelopt := tests/trainers/test_modelopt.py
 
-.PHONY: demo test test-all test-triton test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel
+.PHONY: demo test test-all test-triton test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel modes soak aborts
 
 demo: $(ENVIRONMENT)
 	$(PY) bench/demo.py $(DEMO)
@@ -59,6 +61,15 @@ $(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cach
 	rm -rf $@
 	OMP_NUM_THREADS=1 $(PY) -m tests.trainers.smollm2 $@
 	touch $@
+
+modes: $(ENVIRONMENT)
+	$(PY) -m pytest -q -p tests.cells -m cell
+
+soak: $(ENVIRONMENT)
+	$(PY) -m tests.server.soak $(SOAK)
+
+aborts: $(ENVIRONMENT)
+	$(PY) -m tests.server.aborts $(ABORTS)
 
 check: $(ENVIRONMENT)
 	$(PY) -m ruff check .

@@ -13,6 +13,7 @@ _CHANGES_STATES = {
     "input_embeds": "it is given as embeddings",
     "positional_embed_overrides": "it overrides embeddings",
     "token_type_ids": "it has token types",
+    "multi_item_delimiter_indices": "it scores several items, which do not see each other",
     "session": "it continues a session, so its ids are not the whole prompt",
     "extra_key": "it has an extra_key or cache salt",
     "cache_salt": "it has a cache salt",

@@ -30,7 +30,8 @@ __all__ = ["Batch", "Session", "Tracked"]
 
 Receipt = dict[str, Any]
 
-_COUNTS = ("admitted", "refused", "captured", "incomplete", "needs_recompute", "dropped", "restarted", "shared_rows")
+_ENDS = ("captured", "refused", "aborted", "incomplete", "needs_recompute", "dropped")  # of what was admitted
+_COUNTS = ("admitted", *_ENDS, "restarted", "shared_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,7 @@ class Tracked:
     reason: str | None = None
     rows: int = 0  # prompt rows taken or shared so far, always a prefix of the prompt
     # Forgets the frames of the present pass unless it is whole; at the latest when this object dies.
-    ending: "weakref.finalize[[Writer, Record], Tracked] | None" = None
-
-    def end_pass(self) -> None:
-        """No more rows will come under the present serial."""
-        if self.ending is not None:
-            self.ending()
+    ending: "weakref.finalize[[Writer, Record, dict[str, int]], Tracked] | None" = None
 
 
 class Session:
@@ -136,7 +132,7 @@ class Session:
         ids = as_token_ids(token_ids).copy()
         tracked = Tracked(rid, Record(next(self._serials), prompt_key(ids, salt), ids, salt))
         self._counts["admitted"] += 1
-        self._begin_pass(tracked)
+        self._begin_pass(tracked, tracked.record)
         if refuse is not None:
             self._fail(tracked, "refused", refuse)
         self._tracked[rid] = tracked
@@ -238,9 +234,9 @@ class Session:
             # Prefilled past cached rows, or retracted and prefilled anew: an earlier pass's frames belong to no record.
             self._counts["restarted"] += tracked.rows > 0
             self._counts["shared_rows"] += first_position
-            tracked.record = replace(record, serial=next(self._serials), shared_tokens=first_position, donor=donor)
+            serial = next(self._serials)
+            self._begin_pass(tracked, replace(record, serial=serial, shared_tokens=first_position, donor=donor))
             tracked.rows = first_position
-            self._begin_pass(tracked)
             return True
         if first_position > tracked.rows:
             state = "incomplete" if self._donors is None else NEEDS_RECOMPUTE
@@ -289,16 +285,22 @@ class Session:
                 self._counts["captured"] += 1
         self._writer.submit(Flight(memory, wait, _frames(plan, records), release=lambda: self._ring.give_back(offset)))
 
-    def _begin_pass(self, tracked: Tracked) -> None:
-        """From here on the request's frames carry its record's serial; those of an earlier pass are waste."""
-        tracked.end_pass()
-        tracked.ending = weakref.finalize(tracked, _abandon_unfinished, self._writer, tracked.record)
+    def _begin_pass(self, tracked: Tracked, record: Record) -> None:
+        """From here on the request's frames carry the record's serial; those of an earlier pass are waste."""
+        self._end_pass(tracked)
+        tracked.record = record
+        tracked.ending = weakref.finalize(tracked, _died, self._writer, record, self._counts)
         tracked.ending.atexit = False  # at exit the writer seals what is whole and leaves the rest
+
+    def _end_pass(self, tracked: Tracked) -> None:
+        """No more rows will come under the present serial."""
+        if tracked.ending is not None and tracked.ending.detach() and not tracked.record.captured:
+            self._writer.abandon(tracked.record.serial)
 
     def _fail(self, tracked: Tracked, state: str, reason: str) -> None:
         """The request gets no record; its receipt will say why."""
         tracked.state, tracked.reason = state, reason
-        tracked.end_pass()
+        self._end_pass(tracked)
         self._counts[state.replace(" ", "_")] += 1
 
     def _receipt(self, tracked: Tracked) -> Receipt:
@@ -312,8 +314,10 @@ class Session:
         }
 
 
-def _abandon_unfinished(writer: Writer, record: Record) -> None:
+def _died(writer: Writer, record: Record, counts: dict[str, int]) -> None:
+    """The server forgot a request that was neither captured nor failed: it was aborted."""
     if not record.captured:
+        counts["aborted"] += 1
         writer.abandon(record.serial)
 
 

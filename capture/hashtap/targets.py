@@ -194,6 +194,7 @@ NAMES: tuple[Names, ...] = (
             "input_embeds",
             "positional_embed_overrides",
             "token_type_ids",
+            "multi_item_delimiter_indices",
             "multimodal_inputs",
         ),
     ),

@@ -343,7 +343,9 @@ def test_a_request_that_dies_is_forgotten(host: Host) -> None:
     reader = host.close()
     assert len(reader) == 1
     assert_captured(reader, whole)
-    assert host.session.counters()["ring_used_bytes"] == 0
+    counters = host.session.counters()
+    assert counters["ring_used_bytes"] == 0
+    assert (counters["admitted"], counters["captured"], counters["aborted"]) == (2, 1, 1)
 
 
 def test_a_refused_prompt_has_a_receipt_and_no_rows(host: Host) -> None:
@@ -354,6 +356,9 @@ def test_a_refused_prompt_has_a_receipt_and_no_rows(host: Host) -> None:
     assert receipts[0] is not None
     assert (receipts[0]["state"], receipts[0]["rows"]) == ("refused", 0)
     assert tracked.reason == "adapters are not supported"
+    del tracked
+    gc.collect()
+    assert (host.session.counters()["refused"], host.session.counters()["aborted"]) == (1, 0)
     assert len(host.close()) == 0
 
 

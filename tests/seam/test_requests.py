@@ -17,6 +17,7 @@ PLAIN: dict[str, Any] = {
     "input_embeds": None,
     "positional_embed_overrides": None,
     "token_type_ids": None,
+    "multi_item_delimiter_indices": None,
     "session": None,
     "extra_key": None,
     "cache_salt": None,
@@ -57,6 +58,7 @@ def test_refusals() -> None:
         assert refusal(request(**{name: "x"})) is not None
     assert "adapter" in str(refusal(request(lora_id="a", extra_key="a")))
     assert "session" in str(refusal(request(session=object())))
+    assert "several items" in str(refusal(request(multi_item_delimiter_indices=[4, 9])))
     assert "salt" in str(refusal(request(cache_salt="s")))
 
 

@@ -1,12 +1,15 @@
 """Real SGLang servers on the CPU, started once for all tests that want the same one."""
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from bench.server import Server
 from tests import models
+from tests.server.reference import Reference, assert_same_states
 from tests.server.waiting import wait_until
 
 from hashtap.identity import prompt_key
@@ -37,11 +40,32 @@ class Served:
         wait_until(all_sealed, timeout_s, "the prompts to be sealed")
         return [reader.by_token_ids(prompt) for prompt in prompts]
 
+    def check(self, reference: Reference, *prompts: list[int]) -> None:
+        """Each prompt is captured, under its own ids and with its own rows."""
+        for prompt, capture in zip(prompts, self.captured(*prompts), strict=True):
+            assert capture.token_ids.tolist() == prompt
+            assert_same_states(capture.tensor(), reference.states(prompt), self.boundaries)
+
+    def counters(self) -> Counter[str]:
+        """What its (first) rank has counted since its start."""
+        return Counter(self.server.get("/server_info")["internal_states"][0]["hashtap"]["counters"])
+
 
 def capture_flags(captures: Path, *boundaries: int) -> tuple[object, ...]:
     """Flags that turn capture on, sealing early so that tests need not wait."""
     layers = ("--capture-layers", *boundaries) if boundaries else ()
     return ("--capture-dir", captures, "--capture-ring-gib", 0.125, "--capture-seal-after-s", 0.3, *layers)
+
+
+@contextmanager
+def served(
+    path: Path, *flags: object, model: Path | None = None, environment: dict[str, str] | None = None
+) -> Iterator[Served]:
+    """A server of one's own: the tiny Llama by default, boundaries 1, 4, 6, captures in ``path / "captures"``."""
+    model, boundaries, captures = model or models.llama(), (1, 4, 6), path / "captures"
+    flags = (*COMMON_FLAGS, *capture_flags(captures, *boundaries), *flags)
+    with Server(model, *flags, threads=1, environment=environment) as server:
+        yield Served(server, model, captures, boundaries)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,6 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A tiny Llama, boundaries 1, 4, 6, chunks of 128 tokens; most tests share it."""
-    captures, model = tmp_path_factory.mktemp("llama") / "captures", models.llama()
-    with Server(model, *COMMON_FLAGS, *capture_flags(captures, 1, 4, 6), threads=1) as server:
-        yield Served(server, model, captures, (1, 4, 6))
+    with served(tmp_path_factory.mktemp("llama")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """What the states of the tiny Llama must be."""
+    return Reference(models.llama(plain=True))

@@ -31,6 +31,7 @@ class Reference:
     """A model in transformers."""
 
     def __init__(self, model_dir: Path) -> None:
+        torch.set_num_threads(1)  # beside a server, threads that wait for each other take many times as long
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers and torchvision warn when they are imported
             from transformers import AutoModelForCausalLM
@@ -83,8 +84,13 @@ def assert_same_states(
             assert nearer[told_apart].all(), f"layer {index} is like layer {other}"
             assert (~told_apart).sum() <= 1 + NOISY_SHARE * len(mine)
         if len(mine) > 1:
-            assert (distance[1:] < (mine[1:] - own[:-1]).norm(dim=-1)).all(), f"layer {index} is one position late"
-            assert (distance[:-1] < (mine[:-1] - own[1:]).norm(dim=-1)).all(), f"layer {index} is one position early"
+            # Far into a random prompt, the states of a token that comes twice running differ by less than rounding.
+            told_apart = (own[1:] - own[:-1]).norm(dim=-1) > torch.maximum(resolution[1:], resolution[:-1])
+            assert (~told_apart).sum() <= 1 + NOISY_SHARE * len(mine)
+            late = distance[1:] >= (mine[1:] - own[:-1]).norm(dim=-1)
+            early = distance[:-1] >= (mine[:-1] - own[1:]).norm(dim=-1)
+            assert not late[told_apart].any(), f"layer {index} is one position late"
+            assert not early[told_apart].any(), f"layer {index} is one position early"
 
 
 def _turn(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

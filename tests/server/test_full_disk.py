@@ -10,6 +10,7 @@ from tests.tmpfs import on_tmpfs
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.cell("a full disk", "marked", "prompts wait, then are `dropped` whole")
 @pytest.mark.parametrize("when_full", ["wait", "drop"])
 def test_a_disk_that_stays_full(tmp_path: Path, when_full: str) -> None:
     """What is captured waits in the ring; then prompts wait, then their captures are dropped whole, and all say so."""

@@ -29,6 +29,7 @@ def shards(served: Served) -> set[Path]:
     return set(served.captures.glob("*.safetensors*"))
 
 
+@pytest.mark.cell("health checks and warm-up", "exact", "none of them is captured")
 def test_warm_up_and_health_checks_are_not_captured(llama: Served) -> None:
     before, files = counters(llama), shards(llama)
     for _ in range(20):
@@ -58,6 +59,7 @@ def test_info(llama: Served) -> None:
     assert (info["vocab_size"], info["context_length"]) == (512, 4096)
 
 
+@pytest.mark.cell("chunks of 128 tokens", "exact", "the same prompts in another order and batch: the same bits")
 def test_same_prompts_in_another_order_and_batch(llama: Served) -> None:
     prompts = random_prompts([37, 512, 5, 900], seed=1)
     together = send_together(llama.server, prompts)
@@ -91,6 +93,7 @@ def test_beginning_and_end_tokens_stay(llama: Served) -> None:
         assert capture.token_ids.tolist() == prompt
 
 
+@pytest.mark.cell("other people's prompts", "exact", "without the tag nothing is captured")
 def test_only_tagged_prompts_are_captured(llama: Served) -> None:
     before = counters(llama)
     (prompt,) = random_prompts([30], seed=3)
@@ -130,6 +133,7 @@ def test_receipt_when_streaming_and_with_several_samples(llama: Served) -> None:
     assert [receipt(one)["key"] for one in answers] == [prompt_key(prompt).hex()] * 2
 
 
+@pytest.mark.cell("ids outside the vocabulary", "refused", "status 400; on a CPU one would end the server")
 def test_an_id_outside_the_vocabulary_is_refused_and_the_server_lives(llama: Served) -> None:
     with pytest.raises(httpx.HTTPStatusError, match="400"):
         llama.server.generate([3, 600])

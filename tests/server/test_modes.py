@@ -3,21 +3,18 @@
 import json
 import os
 import signal
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from bench.server import Server
 from tests import models
-from tests.server.conftest import COMMON_FLAGS, Served, capture_flags
+from tests.server.conftest import served
+from tests.server.plugins import plugin
 from tests.server.prompts import random_prompts, receipt, send_together
-from tests.server.reference import Reference, assert_same_states
+from tests.server.reference import Reference
 from tests.server.waiting import wait_until
 
 from hashtap.identity import prompt_key
@@ -29,81 +26,68 @@ BOUNDARIES = (1, 4, 6)
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-@contextmanager
-def served(tmp_path: Path, *flags: object, environment: dict[str, str] | None = None) -> Iterator[Served]:
-    captures = tmp_path / "captures"
-    flags = (*COMMON_FLAGS, *capture_flags(captures, *BOUNDARIES), *flags)
-    with Server(models.llama(), *flags, threads=1, environment=environment) as server:
-        yield Served(server, models.llama(), captures, BOUNDARIES)
-
-
-def counters(server: Server) -> Counter[str]:
-    return Counter(server.get("/server_info")["internal_states"][0]["hashtap"]["counters"])
-
-
-def check_rows(served: Served, prompts: list[list[int]]) -> None:
-    reference = Reference(models.llama(plain=True))
-    for prompt, capture in zip(prompts, served.captured(*prompts), strict=True):
-        assert capture.token_ids.tolist() == prompt
-        assert_same_states(capture.tensor(), reference.states(prompt), BOUNDARIES)
-
-
-def test_two_tensor_parallel_ranks_write_once(tmp_path: Path) -> None:
+@pytest.mark.cell("tensor parallelism", "exact", "`--tp-size 2`: one rank writes, once")
+def test_two_tensor_parallel_ranks_write_once(tmp_path: Path, reference: Reference) -> None:
     prompts = random_prompts([5, 128, 300, 700, 33], seed=40)
     with served(tmp_path, "--tp-size", 2, environment=TWO_RANKS) as server:
         for prompt, answer in zip(prompts, send_together(server.server, prompts), strict=True):
             assert receipt(answer)["rows"] == len(prompt)
-        check_rows(server, prompts)
+        server.check(reference, *prompts)
         assert server.server.terminate() == 0
     reader = Reader(server.captures)
     assert not reader.duplicates
     assert len({shard.facts.writer for shard in reader.shards}) == 1
 
 
-def test_two_data_parallel_servers_share_a_directory(tmp_path: Path) -> None:
+@pytest.mark.cell("data parallelism", "exact", "`--dp-size 2`: each rank writes files of its own")
+def test_two_data_parallel_servers_share_a_directory(tmp_path: Path, reference: Reference) -> None:
     prompts = random_prompts([50] * 12, seed=41)
     with served(tmp_path, "--dp-size", 2, environment=TWO_RANKS) as server:
         send_together(server.server, prompts)
-        check_rows(server, prompts)
+        server.check(reference, *prompts)
         assert server.server.terminate() == 0
     assert len({shard.facts.writer for shard in Reader(server.captures).shards}) == 2
 
 
-def test_mixed_chunks(tmp_path: Path) -> None:
+@pytest.mark.cell("mixed chunks", "exact", "`--enable-mixed-chunk`; decode rows of others are nobody's prompt")
+def test_mixed_chunks(tmp_path: Path, reference: Reference) -> None:
     decoding, late = random_prompts([20] * 4, seed=42), random_prompts([300] * 4, seed=43)
     with served(tmp_path, "--enable-mixed-chunk") as server:
         with ThreadPoolExecutor(8) as pool:
             running = [pool.submit(server.server.generate, p, max_new_tokens=300, ignore_eos=True) for p in decoding]
-            wait_until(lambda: counters(server.server)["captured"] == 4, 60, "the decoding ones to start")
+            wait_until(lambda: server.counters()["captured"] == 4, 60, "the decoding ones to start")
             answers = list(pool.map(server.server.generate, late))
             answers += [one.result() for one in running]
         assert [receipt(answer)["rows"] for answer in answers] == [300] * 4 + [20] * 4
-        check_rows(server, decoding + late)
-        assert counters(server.server)["restarted"] == 0
+        server.check(reference, *(decoding + late))
+        assert server.counters()["restarted"] == 0
 
 
-def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path) -> None:
+@pytest.mark.cell("retraction", "exact", "forced at every 20th step, 8 prompts: prompt rows, once")
+def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path, reference: Reference) -> None:
     prompts = random_prompts([20] * 8, seed=44)
     retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     with served(tmp_path, environment=retracting) as server:
         answers = send_together(server.server, prompts, max_new_tokens=60, ignore_eos=True)
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
         assert {receipt(answer)["state"] for answer in answers} == {"captured"}
-        check_rows(server, prompts)
+        server.check(reference, *prompts)
         assert {len(capture) for capture in Reader(server.captures)} == {20}
 
 
-def test_pause_between_chunks_restarts_the_record(tmp_path: Path) -> None:
+@pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
+def test_pause_between_chunks_restarts_the_record(tmp_path: Path, reference: Reference) -> None:
     (prompt,) = random_prompts([3900], seed=45)
     with served(tmp_path) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.server.generate, prompt)
-        wait_until(lambda: counters(server.server)["rows"] > 0, 60, "the first chunk")
+        wait_until(lambda: server.counters()["rows"] > 0, 60, "the first chunk")
         httpx.post(f"{server.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
         httpx.post(f"{server.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
         assert receipt(answer.result())["rows"] == len(prompt)
-        check_rows(server, [prompt])
+        server.check(reference, prompt)
 
 
+@pytest.mark.cell("new weights in mid-run", "exact", "`/update_weights_from_disk`: a new epoch, new shards")
 def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
     (prompt,) = random_prompts([40], seed=46)
     with served(tmp_path) as server:
@@ -132,10 +116,10 @@ def test_requests_all_leaves_out_warm_up_and_health(tmp_path: Path) -> None:
     with served(tmp_path, "--capture-requests", "all") as server:
         for _ in range(3):
             httpx.get(f"{server.server.url}/health", timeout=30)
-        assert counters(server.server)["admitted"] == 0
+        assert server.counters()["admitted"] == 0
         server.server.generate(prompt, custom_params=None)
         assert len(server.captured(prompt)) == 1
-        assert counters(server.server)["admitted"] == 1
+        assert server.counters()["admitted"] == 1
 
 
 HOLD_BACK = """
@@ -161,18 +145,9 @@ def register():
 """
 
 
-def plugin(path: Path, code: str) -> dict[str, str]:
-    """An installed distribution with a second SGLang plugin, by way of PYTHONPATH."""
-    info = path / "for_a_test-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: for-a-test\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nfor_a_test = for_a_test:register\n")
-    (path / "for_a_test.py").write_text(code)
-    return {"PYTHONPATH": str(path)}
-
-
+@pytest.mark.cell("held back", "exact", "new prompts wait for a full ring, on one and on two ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, ranks: int) -> None:
+def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, reference: Reference, ranks: int) -> None:
     environment = plugin(tmp_path, HOLD_BACK) | (TWO_RANKS if ranks == 2 else {})
     prompts = random_prompts(np.random.default_rng(48).integers(1, 600, 40).tolist(), seed=48)
     with served(tmp_path, "--tp-size", ranks, environment=environment) as server:
@@ -181,9 +156,10 @@ def test_holding_back_prompts_loses_and_stalls_nothing(tmp_path: Path, ranks: in
             answers = list(pool.map(server.server.generate, prompts))
             assert decoding.result()["meta_info"]["completion_tokens"] == 200
         assert [receipt(answer)["rows"] for answer in answers] == [len(prompt) for prompt in prompts]
-        check_rows(server, prompts)
+        server.check(reference, *prompts)
 
 
+@pytest.mark.cell("a batch with a layer less", "refused", "the server ends, what was whole is sealed")
 def test_a_layer_that_is_no_longer_handed_out_ends_the_server(tmp_path: Path) -> None:
     # Checked on every batch: SGLang's own check looks at the first only.
     environment = plugin(tmp_path, FORGET_A_LAYER)

@@ -71,6 +71,7 @@ def kimi_environment() -> dict[str, str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.cell("packed layers", "exact", "the Kimi-K2 class; bit for bit what SGLang's own flag returns")
 def test_kimi_k2(tmp_path: Path) -> None:
     # DeepSeek's setter takes ids as they are unless the first is 1.
     check_against_official(tmp_path, models.kimi_k2(), (3, 5, 7), [3, 5, 7], kimi_environment())

@@ -44,6 +44,11 @@ def computed(answer: dict[str, object]) -> int:
     return int(info["prompt_tokens"]) - int(info["cached_tokens"])
 
 
+@pytest.mark.cell(
+    "prefix cache on, partial hit",
+    "exact",
+    "`--capture-prefix-cache on`: rows are shared with the capture that has them",
+)
 def test_cached_rows_come_from_the_earlier_capture(cached: Served, reference: Reference) -> None:
     (first, tail, other) = random_prompts([300, 150, 7], seed=50)
     prompts = [first, first + tail, first + tail + other, first[:200] + other]
@@ -54,6 +59,7 @@ def test_cached_rows_come_from_the_earlier_capture(cached: Served, reference: Re
     check(cached, reference, *prompts)
 
 
+@pytest.mark.cell("prefix cache on, full hit", "exact", "a duplicate, counted")
 def test_the_same_prompt_again_is_a_duplicate(cached: Served) -> None:
     (prompt,) = random_prompts([90], seed=51)
     answers = [cached.server.generate(prompt) for _ in range(3)]
@@ -62,16 +68,21 @@ def test_the_same_prompt_again_is_a_duplicate(cached: Served) -> None:
     assert len(cached.captured(prompt)[0]) == 90
 
 
+@pytest.mark.cell(
+    "prefix cache on, rows of nobody", "marked", "`needs recompute`; sent again past the cache it is exact"
+)
 def test_rows_that_no_capture_has_need_a_second_pass(cached: Served, reference: Reference) -> None:
-    (others, tail) = random_prompts([260, 40], seed=52)
+    (others, tail, stranger) = random_prompts([260, 40, 70], seed=52)
     cached.server.generate(others, custom_params=None)
-    refused = receipt(cached.server.generate(others + tail))
+    # In one batch with a prompt that has nothing to do with it: that one's rows are not shifted.
+    refused, beside = map(receipt, send_together(cached.server, [others + tail, stranger]))
+    assert (beside["state"], beside["rows"]) == ("captured", 70)
     assert refused["state"] == "needs recompute"
     assert refused["reason"] == "260 rows from position 0 came from the prefix cache"
     again = cached.server.generate(others + tail, extra_key=PAST_THE_CACHE + "1")
     assert computed(again) == 300
     assert (receipt(again)["state"], receipt(again)["rows"]) == ("captured", 300)
-    check(cached, reference, others + tail)
+    check(cached, reference, others + tail, stranger)
 
 
 def test_conversations_cost_their_system_prompt_once(cached: Served, reference: Reference) -> None:

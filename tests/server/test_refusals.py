@@ -17,7 +17,7 @@ def refused(model: Path, *flags: object, environment: dict[str, str] | None = No
     server = Server(model, *COMMON_FLAGS, *flags, threads=1, environment=environment)
     server.start()
     try:
-        wait_until(lambda: server.process is not None and server.process.poll() is not None, 120, "the server to end")
+        wait_until(lambda: server.process is not None and server.process.poll() is not None, 300, "the server to end")
     finally:
         status = server.kill()
     log = server.log_text()
@@ -28,11 +28,13 @@ def refused(model: Path, *flags: object, environment: dict[str, str] | None = No
     return lines[0]
 
 
+@pytest.mark.cell("`--enable-return-hidden-states`", "refused", "at start")
 def test_a_mode_that_cannot_be_captured(tmp_path: Path) -> None:
     line = refused(models.llama(), *capture_flags(tmp_path / "c"), "--enable-return-hidden-states")
     assert "--enable-return-hidden-states does not go together with capture" in line
 
 
+@pytest.mark.cell("a boundary that the model does not have", "refused", "at start")
 def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
     line = refused(models.llama(), *capture_flags(tmp_path / "c", 2, 4, 8))
     assert "--capture-layers 8: this model has boundaries 0 to 7" in line
@@ -42,10 +44,28 @@ def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--pp-size", 2), "--pp-size 2"),
-        (("--is-embedding",), "--is-embedding"),
+        pytest.param(
+            ("--pp-size", 2), "--pp-size 2", marks=pytest.mark.cell("pipeline parallelism", "refused", "at start")
+        ),
+        pytest.param(
+            ("--is-embedding",), "--is-embedding", marks=pytest.mark.cell("embedding server", "refused", "at start")
+        ),
         (("--tokenizer-worker-num", 2), "--tokenizer-worker-num 2"),
-        (("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"), "--enable-return-aux-hidden"),
+        pytest.param(
+            ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
+            "--speculative-algorithm NGRAM",
+            marks=pytest.mark.cell("speculative decoding", "refused", "at start"),
+        ),
+        pytest.param(
+            ("--dcp-size", 2, "--tp-size", 2),
+            "--dcp-size 2",
+            marks=pytest.mark.cell("context parallelism", "refused", "at start"),
+        ),
+        pytest.param(
+            ("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
+            "--enable-return-aux-hidden",
+            marks=pytest.mark.cell("`--enable-return-aux-hidden-states`", "refused", "at start"),
+        ),
         (("--capture-wait-s", 200), "--capture-wait-s 200"),
         (("--capture-ring-gib", 0.002, "--chunked-prefill-size", 2048), "--capture-ring-gib 0.002"),
     ],

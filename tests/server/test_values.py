@@ -64,6 +64,7 @@ def test_smollm2(tmp_path: Path, boundaries: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cell("the state before the final norm", "exact", "`--capture-final pre`, `both`; Llama and Qwen3")
 @pytest.mark.parametrize("final", ["pre", "both"])
 @pytest.mark.parametrize("model", [models.llama, models.qwen3], ids=["llama", "qwen3"])
 def test_the_state_before_the_final_norm(tmp_path: Path, model: Callable[..., Path], final: str) -> None:

@@ -1,0 +1,114 @@
+"""Requests that are aborted, given up, paused, retracted or preempted: whole records or none."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from tests.server.aborts import abort_at_random
+from tests.server.conftest import Served, served
+from tests.server.prompts import random_prompts, receipt, send_together
+from tests.server.reference import Reference
+from tests.server.waiting import wait_until
+
+from hashtap.reader import Reader
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Few requests at a time, the important ones first, and a prompt may push out one that runs."""
+    flags = ("--enable-priority-scheduling", "--max-running-requests", 8)
+    with served(tmp_path_factory.mktemp("busy"), *flags) as server:
+        yield server
+
+
+def ask(served: Served, prompt: list[int], priority: int = 0, new_tokens: int = 1) -> Any:
+    params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": {"hashtap": True}}
+    body = {"input_ids": prompt, "priority": priority, "sampling_params": params}
+    return httpx.post(f"{served.server.url}/generate", json=body, timeout=300).raise_for_status().json()
+
+
+@pytest.mark.cell("aborts before, in and after every chunk", "exact", "whole records or none; `make aborts`: 1,000")
+def test_aborts(busy: Served) -> None:
+    seen = abort_at_random(busy, 60, seed=90)
+    print(seen)
+    assert seen["aborted in the queue or between chunks"] > 0
+    assert seen["captured"] > 0
+
+
+@pytest.mark.cell(
+    "abort by the beginning of a rid", "exact", "SGLang aborts all that begin alike; the others are whole"
+)
+def test_an_abort_takes_all_that_begin_alike(busy: Served, reference: Reference) -> None:
+    prompts = random_prompts([900] * 11, seed=91)
+    rids = ["s-1", *(f"s-{number}" for number in range(10, 19)), "t-1"]
+    before = busy.counters()
+    with ThreadPoolExecutor(11) as pool:
+        answers = [pool.submit(busy.server.generate, p, rid=r) for p, r in zip(prompts, rids, strict=True)]
+        wait_until(lambda: (busy.counters() - before)["admitted"] == 11, 30, "all to arrive")
+        httpx.post(f"{busy.server.url}/abort_request", json={"rid": "s-1"}, timeout=60).raise_for_status()
+        ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert "abort" in ended
+    assert ended[-1] != "abort"
+    busy.check(reference, prompts[-1])
+
+
+@pytest.mark.cell("client time-out and retry", "exact", "three impatient attempts: one record, duplicates are counted")
+def test_impatient_client(busy: Served, reference: Reference) -> None:
+    (prompt,) = random_prompts([3900], seed=92)
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "custom_params": {"hashtap": True}}}
+    for _ in range(3):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{busy.server.url}/generate", json=body, timeout=0.05)
+    assert receipt(busy.server.generate(prompt))["rows"] == 3900
+    busy.check(reference, prompt)
+    assert not Reader(busy.captures).duplicates
+
+
+@pytest.mark.cell("pause: abort", "exact", "whole records or none")
+@pytest.mark.cell("pause: retract", "exact", "prompts begin anew: one record from one pass")
+@pytest.mark.cell("pause: in place", "exact", "prompts go on where they stood")
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> None:
+    prompts = random_prompts([1100, 700, 30, 1300], seed=93 + len(mode))
+    before = busy.counters()
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(busy.server.generate, prompt, max_new_tokens=20) for prompt in prompts]
+        wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first rows")
+        try:
+            httpx.post(f"{busy.server.url}/pause_generation", json={"mode": mode}, timeout=60).raise_for_status()
+        finally:
+            httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        found = [answer.result() for answer in answers]
+    whole = [p for p, a in zip(prompts, found, strict=True) if a["meta_info"]["finish_reason"]["type"] != "abort"]
+    assert mode == "abort" or whole == prompts
+    assert (busy.counters() - before)["restarted"] > 0 if mode == "retract" else True
+    busy.check(reference, *whole)
+    assert not Reader(busy.captures).incomplete
+
+
+@pytest.mark.cell(
+    "priorities and preemption", "exact", "prompts of priority 100 push out running ones, which begin anew"
+)
+def test_preemption(busy: Served, reference: Reference) -> None:
+    low, high = random_prompts([60] * 12, seed=97), random_prompts([400] * 6, seed=98)
+    before = busy.counters()
+    with ThreadPoolExecutor(18) as pool:
+        slow = [pool.submit(ask, busy, prompt, 0, 150) for prompt in low]
+        wait_until(lambda: (busy.counters() - before)["captured"] >= 8, 60, "eight to run")
+        quick = [pool.submit(ask, busy, prompt, 100) for prompt in high]
+        answers = [answer.result() for answer in quick + slow]
+    assert sum(answer["meta_info"].get("num_retractions", 0) for answer in answers) > 0
+    assert {receipt(answer)["state"] for answer in answers} == {"captured"}
+    busy.check(reference, *low, *high)
+
+
+@pytest.mark.cell("more samples than running requests", "exact", "200 samples at once, `--max-running-requests 8`")
+def test_200_samples_on_8_places(busy: Served) -> None:
+    prompts = random_prompts([5 + number % 90 for number in range(200)], seed=99)
+    answers = send_together(busy.server, prompts)
+    assert [receipt(answer)["rows"] for answer in answers] == [len(prompt) for prompt in prompts]
+    assert [c.token_ids.tolist() for c in busy.captured(*prompts)] == prompts
