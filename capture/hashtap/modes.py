@@ -6,6 +6,7 @@ from typing import Any
 
 from hashtap.config import CaptureConfig
 from hashtap.errors import SetupError
+from hashtap.releases import predates
 
 __all__ = ["WATCHDOG_SHARE", "check_modes", "most_rows_of_a_forward"]
 
@@ -18,6 +19,7 @@ class _Mode:
     option: str  # field of SGLang's resolved arguments
     refused: Callable[[Any], bool]
     reason: str
+    since: str = ""  # the first tested release that has the option
 
 
 def _on(value: Any) -> bool:
@@ -33,15 +35,17 @@ _MODES = (
     _Mode("attn_cp_size", _several, "context parallelism spreads the tokens of a prompt over ranks"),
     _Mode("dcp_size", _several, "context parallelism spreads the tokens of a prompt over ranks"),
     _Mode("enable_prefill_cp", _on, "context parallelism spreads the tokens of a prompt over ranks"),
-    _Mode("enable_layernorm_sp", _on, "the states that hashtap reads are spread over ranks"),
+    _Mode("enable_layernorm_sp", _on, "the states that hashtap reads are spread over ranks", "0.5.20"),
     _Mode("enable_two_batch_overlap", _on, "it splits a batch in two, out of the order that hashtap reads"),
     _Mode("enable_pdmux", _on, "it runs a prefill layer by layer, past the point where hashtap reads"),
     _Mode("speculative_algorithm", _on, "a draft model runs forwards of its own between those of the model"),
     _Mode("dllm_algorithm", _on, "a diffusion model computes a prompt more than once"),
     _Mode("is_embedding", _on, "an embedding server never comes to the point where hashtap reads"),
-    _Mode("enable_return_aux_hidden_states", _on, "it sets the layers to capture, as hashtap does"),
+    _Mode("enable_return_aux_hidden_states", _on, "it sets the layers to capture, as hashtap does", "0.5.23"),
     _Mode("enable_return_hidden_states", _on, "with layers captured it returns those in place of the final state"),
-    _Mode("return_hidden_states_mode", _on, "with layers captured it returns those in place of the final state"),
+    _Mode(
+        "return_hidden_states_mode", _on, "with layers captured it returns those in place of the final state", "0.5.18"
+    ),
     _Mode("disaggregation_mode", lambda value: value not in (None, "null"), "it was never tried"),
     _Mode("encoder_only", _on, "an encoder has no prompt to capture"),
     _Mode("language_only", _on, "its prompts come as embeddings from elsewhere, not as token ids"),
@@ -53,12 +57,13 @@ _MODES = (
 )
 
 
-def check_modes(args: Any, config: CaptureConfig) -> None:
+def check_modes(args: Any, config: CaptureConfig, sglang: str) -> None:
     """Refuse what capture cannot do.
 
     Args:
         args: SGLang's resolved arguments.
         config: the capture options.
+        sglang: its version.
 
     Raises:
         SetupError: naming option, value and reason.
@@ -67,8 +72,10 @@ def check_modes(args: Any, config: CaptureConfig) -> None:
         try:
             value = getattr(args, mode.option)
         except AttributeError:
+            if predates(sglang, mode.since):
+                continue
             raise SetupError(
-                f"SGLang's arguments have no {mode.option!r}, which hashtap must check: it does not know this SGLang"
+                f"SGLang {sglang} has no argument {mode.option!r}, which hashtap must check: it does not know that one"
             ) from None
         if mode.refused(value):
             raise SetupError(f"{_flag(mode.option)} {_shown(value)}does not go together with capture: {mode.reason}")

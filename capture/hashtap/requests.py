@@ -38,7 +38,7 @@ def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
 def refusal(req: Any) -> str | None:
     """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
     for name, reason in _CHANGES_STATES.items():
-        value = getattr(req, name)
+        value = getattr(req, name, None)
         if value is not None and not (name == "extra_key" and value.startswith(PAST_THE_CACHE)):
             return reason
     return None

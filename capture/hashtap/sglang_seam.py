@@ -5,7 +5,6 @@ process serves only after every rank has reported that its hooks are in place.
 """
 
 import inspect
-import os
 import pkgutil
 import signal
 import sys
@@ -19,8 +18,9 @@ from hashtap.config import CaptureConfig
 from hashtap.errors import HashtapError, SetupError, UsageError
 from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
 from hashtap.logs import log
+from hashtap.releases import check_sglang, classes_with_setter, installed_sglang
 from hashtap.requests import check_ids, mark_as_warm_up
-from hashtap.targets import HOOKS, Hook, Kind, Process, check_sglang, classes_with_setter, installed_sglang
+from hashtap.targets import HOOKS, SINCE, Hook, Kind, Process
 
 if TYPE_CHECKING:
     from hashtap.final_states import FinalStates
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["register_hooks"]
 
+EXIT_TIMEOUT = "_SCHEDULER_EXIT_TIMEOUT_SECS"  # of sglang.srt.managers.tokenizer_manager
 EXIT_TIMEOUT_S = 120  # for ranks that seal what they captured; SGLang's own is 15
 HOLD = "hashtap: hold back new prompts"  # rides with the requests from the first rank to the others
 FLAG_HOOKS = (
     Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.add_cli_args", Kind.AFTER, ("parser",)),
-    Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.from_cli_args", Kind.AFTER, ("args",)),
+    Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.from_cli_args", Kind.AROUND, ("args",)),
 )
 RECORDED_ARGUMENTS = (
     *("tp_size", "dp_size", "attn_dp_size", "ep_size", "dtype", "quantization", "kv_cache_dtype"),
@@ -77,21 +78,24 @@ class _Launcher:
         if unhooked := _unhooked():
             _exit(SetupError(f"SGLang did not apply the hooks on {', '.join(unhooked)}: its log says why"))
 
-    def from_cli_args(self, server_args: Any, cls: Any, args: Any) -> None:
+    def from_cli_args(self, original: Callable[..., Any], cls: Any, args: Any) -> Any:
         self._command_line = True
         with self._refusing():
             self._config = CaptureConfig.from_args(args)
-            if self._config is None:
-                return
+        if self._config is None:
+            return original(cls, args)
+        with self._refusing():
             _check_version()
             self._config.export()
-        _turn_off(server_args, self._config)
+        _turn_off(args, self._config)
+        server_args = original(cls, args)
         for name, hook in (("launch", self.launch), ("serve", self.serve), ("generate", self.generate)):
             _register(HOOKS[name], hook)
         _apply()
         with self._refusing():
             if unhooked := _unhooked():
                 raise SetupError(f"SGLang did not apply the hooks on {', '.join(unhooked)}: its log says why")
+        return server_args
 
     def launch(self, original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the start of the other processes: refuse before, and serve only if every rank captures."""
@@ -101,7 +105,8 @@ class _Launcher:
         if config is None:
             return original(cls, *args, **kwargs)
         _turn_off(server_args, config)
-        server_args.resolve_once()
+        if hasattr(server_args, "resolve_once"):  # else it is resolved since it was made
+            server_args.resolve_once()
         with self._refusing():
             self._config = config
             if not self._command_line:
@@ -111,9 +116,7 @@ class _Launcher:
 
             CaptureDirectory.create(config.capture_dir)
             config.export()
-        import sglang.srt.managers.tokenizer_manager as manager
-
-        manager._SCHEDULER_EXIT_TIMEOUT_SECS = max(manager._SCHEDULER_EXIT_TIMEOUT_SECS, EXIT_TIMEOUT_S)
+        _lengthen_exit()
         result = original(cls, *args, **kwargs)
         with self._refusing():
             self._reports = collect_reports(result[3].scheduler_infos, __version__)
@@ -196,7 +199,7 @@ class _RankHooks:
         """Around the loading: settle the layers and the directory before it, begin to capture after it."""
         if runner.is_draft_worker:
             return original(runner, *args, **kwargs)
-        from sglang.srt.runtime_context import get_parallel, get_schedule
+        from sglang.srt.runtime_context import get_parallel
 
         from hashtap.epoch import epoch_name
         from hashtap.final_states import FinalStates
@@ -218,9 +221,8 @@ class _RankHooks:
             self._final_states = FinalStates(runner.model, facts.finals, lambda: rank.takes)
             epoch = epoch_name(_fingerprint(runner), 0)
             if parallel.attn_tp_rank == 0:
-                schedule = get_schedule()
                 rows = most_rows_of_a_forward(
-                    schedule.chunked_prefill_size, schedule.max_prefill_tokens, config.context_len
+                    arguments.chunked_prefill_size, arguments.max_prefill_tokens, config.context_len
                 )
                 rank.start(
                     facts,
@@ -273,13 +275,15 @@ class _RankHooks:
     def queue(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         self._rank.admit(req)
 
-    def broadcast(
-        self, original: Callable[..., Any], receiver: Any, recv_reqs: Any, local_reqs: Any = None
-    ) -> list[Any]:
+    def broadcast(self, original: Callable[..., Any], receiver: Any, recv_reqs: Any, *local_reqs: Any) -> list[Any]:
         """Around the broadcast of requests: all ranks of a group must hold back prompts in the same step."""
         if self._rank.holds_back():
-            local_reqs = [*(local_reqs or ()), HOLD]
-        requests = original(receiver, recv_reqs, local_reqs)
+            # With what this rank itself has to say, where SGLang has a list for that.
+            if local_reqs:
+                local_reqs = ([*(local_reqs[0] or ()), HOLD],)
+            else:
+                recv_reqs = [*recv_reqs, HOLD]
+        requests = original(receiver, recv_reqs, *local_reqs)
         self._rank.held = HOLD in requests
         return [request for request in requests if request != HOLD] if self._rank.held else requests
 
@@ -348,26 +352,41 @@ def _stop_ranks(tokenizer_manager: Any) -> None:
 
 
 def _check_version() -> None:
-    found, root = installed_sglang()
-    check_sglang(found, root, allow_unknown=os.environ.get("HASHTAP_ALLOW_UNKNOWN_SGLANG") == "1")
+    check_sglang(*installed_sglang())
 
 
 def _check_arguments(server_args: Any, config: CaptureConfig) -> Any:
     """SGLang's resolved arguments, checked."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    import sglang.srt.arg_groups.overrides as overrides
     from sglang.srt.environ import envs
 
     from hashtap.modes import check_modes
 
-    if envs.SGLANG_RUST_SERVER.get():
+    if hasattr(envs, "SGLANG_RUST_SERVER") and envs.SGLANG_RUST_SERVER.get():
         raise SetupError("SGLANG_RUST_SERVER does not go together with capture: that server has no hashtap routes")
-    arguments = resolving_view(server_args)
-    check_modes(arguments, config)
+    arguments = overrides.resolving_view(server_args) if hasattr(overrides, "resolving_view") else server_args
+    found, _ = installed_sglang()
+    check_modes(arguments, config, found)
+    if arguments.dp_size > 1 and _resolve(HOOKS["controller_info"]) is None:
+        raise SetupError(
+            f"--dp-size {arguments.dp_size} does not go together with capture on SGLang {found}, which cannot tell "
+            f"whether all of its ranks capture: install SGLang {SINCE[HOOKS['controller_info'].path]}"
+        )
     return arguments
 
 
+def _lengthen_exit() -> None:
+    """Give the ranks time to seal when SGLang ends, or say that they have little."""
+    import sglang.srt.managers.tokenizer_manager as manager
+
+    if not hasattr(manager, EXIT_TIMEOUT):
+        log.warning("this SGLang gives its ranks 15 s to end: what they do not seal in that time is left to recovery")
+        return
+    setattr(manager, EXIT_TIMEOUT, max(getattr(manager, EXIT_TIMEOUT), EXIT_TIMEOUT_S))
+
+
 def _turn_off(server_args: Any, config: CaptureConfig) -> None:
-    """Turn off what would keep rows from hashtap, and say so."""
+    """Turn off what would keep rows from hashtap, in a command line or a record made of it, and say so."""
     off = {}
     if config.capture_prefix_cache == "off":
         off["disable_radix_cache"] = (
@@ -378,7 +397,7 @@ def _turn_off(server_args: Any, config: CaptureConfig) -> None:
             "prefill CUDA graphs are off: a replay does not run the hook that reads the state before the final norm"
         )
     for argument, line in off.items():
-        if not getattr(server_args, argument):
+        if not getattr(server_args, argument, False):
             try:
                 setattr(server_args, argument, True)
             except AttributeError:
@@ -431,8 +450,11 @@ def _exit(error: HashtapError) -> NoReturn:
 def _register(hook: Hook, function: Callable[..., Any]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    original = _resolve(hook)
+    if original is None and hook.path in SINCE:
+        return  # an earlier release, which does without
     if hook not in _originals:
-        _originals[hook] = _resolve(hook)
+        _originals[hook] = original
         HookRegistry.register(hook.path, function, HookType(hook.kind.value))
 
 
@@ -449,4 +471,4 @@ def _unhooked() -> list[str]:
 
 def _resolve(hook: Hook) -> Any:
     owner, _, name = hook.path.rpartition(".")
-    return inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    return inspect.getattr_static(pkgutil.resolve_name(owner), name, None)

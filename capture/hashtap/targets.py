@@ -1,35 +1,22 @@
-"""What hashtap relies on in SGLang: which functions it hooks, which names it reads, in which versions.
+"""What hashtap relies on in SGLang: which functions it hooks, which names it reads, in which releases."""
 
-The tables are compared with the *sources* of an SGLang, without importing it, so that a renamed
-function or field is found before a model is loaded, and by a test.
-"""
-
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-
-from hashtap.errors import SetupError
+from itertools import zip_longest
 
 __all__ = [
     "HOOKS",
-    "NAMES",
+    "SINCE",
+    "TARGETS",
     "TESTED_VERSIONS",
     "Hook",
     "Kind",
     "Names",
     "Process",
-    "check_sglang",
-    "classes_with_setter",
-    "installed_sglang",
-    "missing_targets",
 ]
 
-TESTED_VERSIONS = ("0.5.23",)
-SETTER = "set_eagle3_layers_to_capture"
+TESTED_VERSIONS = ("0.5.16", "0.5.18", "0.5.20", "0.5.23")
 
 
 class Kind(Enum):
@@ -51,18 +38,23 @@ class Process(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A function of SGLang that hashtap hooks, and the parameters that the hook reads."""
+    """A function of SGLang that hashtap hooks, and the names of its first parameters, which the hook reads."""
 
     process: Process
     module: str
     function: str  # "name" or "Class.name"
     kind: Kind
-    parameters: tuple[str, ...]
+    names: tuple[str, ...]
 
     @property
     def path(self) -> str:
         """The dotted path that SGLang's hook registry takes."""
         return f"{self.module}.{self.function}"
+
+    def missing_in(self, parameters: Sequence[str]) -> list[str]:
+        """What a function with these parameters lacks, as dotted paths with the parameter in parentheses."""
+        pairs = zip_longest(self.names, parameters[: len(self.names)])
+        return [f"{self.path}({name})" for name, found in pairs if name != found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,15 @@ class Names:
     module: str
     owner: str
     names: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The dotted path of the class or module."""
+        return f"{self.module}.{self.owner}".rstrip(".")
+
+    def missing_in(self, names: Sequence[str]) -> list[str]:
+        """What a class or module with these names lacks, as dotted paths."""
+        return [f"{self.path}.{name}" for name in self.names if name not in names]
 
 
 _SRT = "sglang.srt"
@@ -158,17 +159,20 @@ HOOKS: Mapping[str, Hook] = {
     )
 }
 
-NAMES: tuple[Names, ...] = (
+_NAMES = (
     Names(f"{_SRT}.plugins.hook_registry", "", ("HookRegistry", "HookType")),
     Names(f"{_SRT}.plugins.hook_registry", "HookRegistry", ("register", "apply_hooks")),
     Names(f"{_SRT}.server_args", "ServerArgs", ("add_cli_args", "from_cli_args", "resolve_once")),
     Names(f"{_SRT}.arg_groups.overrides", "", ("resolving_view",)),
-    Names(f"{_SRT}.runtime_context", "", ("get_parallel", "get_schedule")),
+    Names(f"{_SRT}.runtime_context", "", ("get_parallel",)),
     Names(f"{_SRT}.environ", "", ("envs",)),
     Names(f"{_SRT}.environ", "Envs", ("SGLANG_RUST_SERVER",)),
     Names(f"{_SRT}.constants", "", ("HEALTH_CHECK_RID_PREFIX",)),
     Names(f"{_SRT}.entrypoints.http_server", "", ("app",)),
+    Names(f"{_SRT}.entrypoints.engine", "SchedulerInitResult", ("scheduler_infos",)),
+    Names(f"{_SRT}.managers.data_parallel_controller", "DataParallelController", ("_scheduler_init_infos",)),
     Names(f"{_SRT}.managers.io_struct", "", ("ShutdownReq", "sock_send")),
+    Names(f"{_SRT}.managers.io_struct", "GetInternalStateReqOutput", ("internal_state",)),
     Names(f"{_SRT}.managers.tokenizer_manager", "", ("ServerStatus", "_SCHEDULER_EXIT_TIMEOUT_SECS")),
     Names(
         f"{_SRT}.managers.tokenizer_manager",
@@ -205,6 +209,8 @@ NAMES: tuple[Names, ...] = (
         "ForwardBatch",
         ("rids", "forward_mode", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "input_ids", "positions"),
     ),
+    Names(_UPDATER, "SchedulerWeightUpdaterManager", ("tp_worker",)),
+    Names(_RUNNER, "ModelRunnerOutput", ("logits_output",)),
     Names(_RUNNER, "ModelRunner", ("model", "model_config", "device", "server_args", "is_draft_worker")),
     Names(
         f"{_SRT}.configs.model_config",
@@ -213,107 +219,23 @@ NAMES: tuple[Names, ...] = (
     ),
 )
 
+TARGETS: tuple[Hook | Names, ...] = (*HOOKS.values(), *_NAMES)
 
-def installed_sglang() -> tuple[str, Path]:
-    """Version and source folder of the installed SGLang, without importing it.
-
-    Raises:
-        SetupError: when it is not installed.
-    """
-    spec = find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise SetupError("SGLang is not installed in this environment: hashtap captures from a running SGLang")
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "unknown"
-    return found, Path(spec.submodule_search_locations[0])
-
-
-def check_sglang(found: str, root: Path, *, allow_unknown: bool = False) -> None:
-    """Refuse an SGLang that hashtap was not tested with or that lacks one of its targets.
-
-    Args:
-        found: its version.
-        root: the folder of the package ``sglang``.
-        allow_unknown: let a version pass that was never tested, if no target is missing.
-
-    Raises:
-        SetupError: naming version and targets.
-    """
-    missing = list(missing_targets(root))
-    if missing:
-        raise SetupError(
-            f"SGLang {found} lacks {', '.join(missing)}, which hashtap needs: install SGLang {_tested()}, or a hashtap "
-            f"that knows {found}"
-        )
-    if found not in TESTED_VERSIONS and not allow_unknown:
-        raise SetupError(
-            f"SGLang {found} was never tested with this hashtap, which knows {_tested()}: install that one, or set "
-            "HASHTAP_ALLOW_UNKNOWN_SGLANG=1 (everything that hashtap hooks is there) and verify what is captured"
-        )
-
-
-def missing_targets(root: Path) -> Iterator[str]:
-    """The targets that the SGLang sources under ``root`` lack, as dotted paths."""
-    targets: list[Hook | Names] = [*HOOKS.values(), *NAMES]
-    modules = {target.module: _parse(root, target.module) for target in targets}
-    for hook in HOOKS.values():
-        function = _find(modules[hook.module], hook.function)
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield hook.path
-            continue
-        arguments = function.args
-        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        yield from (f"{hook.path}({name})" for name in hook.parameters if name not in names)
-    for names_of in NAMES:
-        owner = _find(modules[names_of.module], names_of.owner)
-        there = _names_in(owner) if owner is not None else set()
-        prefix = ".".join(filter(None, (names_of.module, names_of.owner)))
-        yield from (f"{prefix}.{name}" for name in names_of.names if name not in there)
-
-
-def classes_with_setter(root: Path) -> list[str]:
-    """Model classes of the SGLang under ``root`` that can be told which layers to capture, sorted."""
-    classes = set()
-    for path in sorted((root / "srt" / "models").glob("*.py")):
-        text = path.read_text()
-        if SETTER in text:
-            for node in ast.parse(text).body:
-                if isinstance(node, ast.ClassDef) and "For" in node.name and _find(node, SETTER):
-                    classes.add(node.name)
-    return sorted(classes)
-
-
-def _tested() -> str:
-    return " or ".join(TESTED_VERSIONS)
-
-
-def _parse(root: Path, module: str) -> ast.Module:
-    path = root.joinpath(*module.split(".")[1:])
-    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-    return ast.parse(file.read_text() if file.is_file() else "")
-
-
-def _find(tree: ast.Module | ast.ClassDef, path: str) -> ast.AST | None:
-    """The class or function ``path`` ("Class.method") in ``tree``; the tree itself for an empty path."""
-    found: ast.AST | None = tree
-    for name in filter(None, path.split(".")):
-        body = getattr(found, "body", [])
-        found = next((node for node in body if getattr(node, "name", None) == name), None)
-    return found
-
-
-def _names_in(owner: ast.AST) -> set[str]:
-    """Names that a module or a class body binds or imports, and attributes of ``self`` that its methods set."""
-    names: set[str] = set()
-    for node in ast.walk(owner):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
-    return names
+SINCE: Mapping[str, str] = {
+    # Before them: no data parallelism, as its controller cannot hand on what the ranks report.
+    f"{_SRT}.managers.data_parallel_controller.DataParallelController.get_init_info": "0.5.23",
+    f"{_SRT}.managers.data_parallel_controller.DataParallelController._scheduler_init_infos": "0.5.23",
+    # Before it: no update of the weights in several steps.
+    f"{_UPDATER}.SchedulerWeightUpdaterManager.end_weight_update": "0.5.23",
+    # Before it: arguments are resolved as they are made, and where they stand.
+    f"{_SRT}.server_args.ServerArgs.resolve_once": "0.5.20",
+    f"{_SRT}.arg_groups.overrides.resolving_view": "0.5.20",
+    # Before it: the mark to hold back prompts rides with the requests.
+    f"{HOOKS['broadcast'].path}(local_reqs)": "0.5.20",
+    # Before it: 15 s to seal when the server ends, which hashtap cannot lengthen.
+    f"{_SRT}.managers.tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS": "0.5.20",
+    # Before them: no such server, no such salt.
+    f"{_SRT}.environ.Envs.SGLANG_RUST_SERVER": "0.5.18",
+    f"{_SRT}.managers.schedule_batch.Req.cache_salt": "0.5.18",
+}
+"""Targets that earlier tested releases lack, and the first tested one that has them."""

@@ -8,6 +8,7 @@ import pytest
 from hashtap.config import CaptureConfig
 from hashtap.errors import SetupError
 from hashtap.modes import check_modes, most_rows_of_a_forward
+from hashtap.targets import TESTED_VERSIONS
 
 PLAIN: dict[str, Any] = {
     "pp_size": 1,
@@ -38,7 +39,7 @@ CONFIG = CaptureConfig(capture_dir="captures")
 
 
 def check(config: CaptureConfig = CONFIG, **changes: Any) -> None:
-    check_modes(SimpleNamespace(**{**PLAIN, **changes}), config)
+    check_modes(SimpleNamespace(**{**PLAIN, **changes}), config, TESTED_VERSIONS[-1])
 
 
 def test_a_plain_server_passes() -> None:
@@ -115,10 +116,20 @@ def test_the_radix_cache_must_be_off() -> None:
         check(disable_radix_cache=False)
 
 
-def test_an_argument_that_sglang_does_not_have_is_refused() -> None:
+@pytest.mark.parametrize("sglang", [*TESTED_VERSIONS, "0.5.24", "unknown"])
+def test_an_argument_that_sglang_does_not_have_is_refused(sglang: str) -> None:
     arguments = {name: value for name, value in PLAIN.items() if name != "enable_pdmux"}
-    with pytest.raises(SetupError, match="no 'enable_pdmux'"):
-        check_modes(SimpleNamespace(**arguments), CONFIG)
+    with pytest.raises(SetupError, match=f"SGLang {sglang} has no argument 'enable_pdmux'"):
+        check_modes(SimpleNamespace(**arguments), CONFIG, sglang)
+
+
+def test_an_argument_that_came_later_may_be_absent() -> None:
+    arguments = {name: value for name, value in PLAIN.items() if name != "enable_layernorm_sp"}
+    for sglang in ("0.5.16", "0.5.18", "0.5.19.post1"):
+        check_modes(SimpleNamespace(**arguments), CONFIG, sglang)
+    for sglang in ("0.5.15", "0.5.20", "0.5.23", "0.5.24", "unknown"):
+        with pytest.raises(SetupError, match="no argument 'enable_layernorm_sp'"):
+            check_modes(SimpleNamespace(**arguments), CONFIG, sglang)
 
 
 def test_waiting_must_stay_well_below_the_watchdog() -> None:

@@ -6,6 +6,12 @@ import sys
 from ast import literal_eval
 from pathlib import Path
 
+import pytest
+from tests import models
+
+from hashtap.releases import installed_sglang
+
+FOUND, _ = installed_sglang()
 HEAVY = {"torch", "triton", "numpy", "hashtap.session", "hashtap.rank", "hashtap.writer", "hashtap_kernels"}
 REGISTER = """
 import sys
@@ -59,12 +65,28 @@ def test_a_bad_flag_ends_the_launch_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_a_version_that_was_never_tested_is_refused(tmp_path: Path) -> None:
-    pretend = "import hashtap.targets as t; t.TESTED_VERSIONS = ('0.5.99',)\n"
-    code = pretend + HELP.format(arguments=["--model-path", "m", "--device", "cpu", "--capture-dir", "c"])
-    answer = run(code, tmp_path)
+def capture() -> list[str]:
+    """A command line with capture on a real model, into which releases before 0.5.20 look as they read it."""
+    return ["--model-path", str(models.llama()), "--device", "cpu", "--capture-dir", "c"]
+
+
+@pytest.mark.slow
+def test_a_release_that_was_never_tested_is_warned_of(tmp_path: Path) -> None:
+    pretend = "import hashtap.releases as r; r.TESTED_VERSIONS = ('0.5.99',)\n"
+    answer = run(pretend + HELP.format(arguments=capture()), tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    (line,) = [line for line in answer.stderr.splitlines() if "was never tested" in line]
+    assert f"SGLang {FOUND} was never tested with this hashtap, which knows 0.5.99" in line
+
+
+def test_a_release_that_lacks_a_target_is_refused(tmp_path: Path) -> None:
+    pretend = (
+        "import hashtap.releases as r; from hashtap.targets import Names\n"
+        "r.TARGETS = (*r.TARGETS, Names('sglang.srt.plugins', '', ('SOMETHING',)))\n"
+    )
+    answer = run(pretend + HELP.format(arguments=capture()), tmp_path)
     assert answer.returncode == 3
-    assert "hashtap: SGLang 0.5.23 was never tested with this hashtap, which knows 0.5.99" in answer.stderr
+    assert f"hashtap: SGLang {FOUND} lacks sglang.srt.plugins.SOMETHING, which hashtap needs" in answer.stderr
 
 
 BREAK_ONE_HOOK = """
@@ -79,7 +101,6 @@ registry._wrap_fn = break_one
 
 
 def test_a_hook_that_sglang_does_not_apply_ends_the_launch(tmp_path: Path) -> None:
-    arguments = ["--model-path", "m", "--device", "cpu", "--capture-dir", "c"]
-    answer = run(BREAK_ONE_HOOK + HELP.format(arguments=arguments), tmp_path)
+    answer = run(BREAK_ONE_HOOK + HELP.format(arguments=capture()), tmp_path)
     assert answer.returncode == 3, answer.stderr
     assert "hashtap: SGLang did not apply the hooks on sglang.srt.entrypoints.engine.Engine._launch" in answer.stderr

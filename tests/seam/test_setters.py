@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from hashtap.layers import SETTER, capture_boundaries, read_boundaries
-from hashtap.targets import classes_with_setter, installed_sglang
+from hashtap.releases import classes_with_setter, installed_sglang
 
 LAYERS = 12
 ROOT = installed_sglang()[1]
@@ -40,7 +40,10 @@ def compiled(function: ast.FunctionDef) -> Callable[..., None]:
     """The function itself, with what it looks up in its module."""
     module = ast.fix_missing_locations(ast.Module([function], []))
     code = compile(module, SETTER, "exec", flags=__future__.annotations.compiler_flag)
-    names: dict[str, Any] = {"get_parallel": lambda: SimpleNamespace(pp_group=LAST_STAGE)}
+    names: dict[str, Any] = {
+        "get_parallel": lambda: SimpleNamespace(pp_group=LAST_STAGE),
+        "get_pp_group": lambda: LAST_STAGE,  # as 0.5.16 spells it
+    }
     exec(code, names)
     return names[SETTER]  # type: ignore[no-any-return]
 
