@@ -5,6 +5,7 @@
 # make modes      the table docs/modes.md  make soak       20,000 mixed requests, with aborts, retries, restarts
 # make aborts     1,000 prompts aborted at random moments
 # make test-triton   the kernels' quick tests under the oldest and the newest Triton that serve
+# make test-sglang-old   the core of the server tests on the oldest SGLang that serves
 # make test-trainers   captures read and trained on by the trainers' own packages (TRAINERS=readers for one environment)
 #
 # Every verb builds .venv first where it is missing or the locks have changed.
@@ -14,12 +15,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
 TRITONS := 3.6.0 3.9.0
+OLD_SGLANG := .cache/sglang-old
 TRAINERS := readers speculators modelopt
 TESTS_OF_readers := tests/trainers/test_specforge.py tests/trainers/test_angelslim.py
 TESTS_OF_speculators := tests/trainers/test_speculators.py
 TESTS_OF_modelopt := tests/trainers/test_modelopt.py
 
-.PHONY: demo test test-all test-triton test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel modes soak aborts
+.PHONY: demo test test-all test-triton test-sglang-old test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel modes soak aborts
 
 demo: $(ENVIRONMENT)
 	$(PY) bench/demo.py $(DEMO)
@@ -70,6 +72,17 @@ soak: $(ENVIRONMENT)
 
 aborts: $(ENVIRONMENT)
 	$(PY) -m tests.server.aborts $(ABORTS)
+
+test-sglang-old: $(OLD_SGLANG)/.installed
+	set -e; export PYTHONPATH="$(CURDIR)/$(OLD_SGLANG)"; \
+	$(PY) -c "from hashtap import releases, targets; assert releases.installed_sglang()[0] == targets.TESTED_VERSIONS[0]"; \
+	$(PY) -m pytest -q -m "not slow" tests/seam/test_plugin.py tests/seam/test_setters.py \
+	  tests/server/test_identity.py tests/server/test_values.py tests/server/test_refusals.py
+
+$(OLD_SGLANG)/.installed: sglang-old.lock | $(ENVIRONMENT)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) -r sglang-old.lock
+	touch $@
 
 check: $(ENVIRONMENT)
 	$(PY) -m ruff check .

@@ -1,5 +1,6 @@
 """A real SGLang server on this machine's CPU, as a child process that is always cleaned up."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ class Server(servers.Server):
         model: the model directory.
         flags: more flags; paths and numbers are turned into text.
         threads: OpenMP threads of the model.
-        environment: added to this process's environment.
+        environment: added to this process's environment; its PYTHONPATH comes in front.
         log: where its output goes; a new temporary file by default.
     """
 
@@ -31,6 +32,8 @@ class Server(servers.Server):
     ) -> None:
         command = sglang_command(model, "--device", "cpu", *flags)
         more = cpu_environment(threads) | {"TRANSFORMERS_OFFLINE": "1"} | (environment or {})
+        if "PYTHONPATH" in more and "PYTHONPATH" in os.environ:
+            more["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         super().__init__(command, environment=more, log=log)
 
     def generate(

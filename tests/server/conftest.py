@@ -14,10 +14,15 @@ from tests.server.waiting import wait_until
 
 from hashtap.identity import prompt_key
 from hashtap.reader import Capture, Reader
+from hashtap.releases import installed_sglang, predates
 
 CHUNK_TOKENS = 128
 # An idle SGLang otherwise keeps a core busy, which the next server needs.
-COMMON_FLAGS = ("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 16384, "--sleep-on-idle")
+COMMON_FLAGS: tuple[object, ...] = (
+    *("--chunked-prefill-size", CHUNK_TOKENS, "--max-total-tokens", 16384, "--sleep-on-idle"),
+    # Earlier releases try to capture graphs on a CPU, and fail.
+    *(("--disable-prefill-cuda-graph",) if predates(installed_sglang()[0], "0.5.23") else ()),
+)
 
 
 @dataclass(frozen=True, slots=True)

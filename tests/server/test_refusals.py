@@ -9,6 +9,8 @@ from tests.capture.build import Host
 from tests.server.conftest import COMMON_FLAGS, capture_flags
 from tests.server.waiting import wait_until
 
+from hashtap.releases import installed_sglang, predates
+
 pytestmark = pytest.mark.server
 
 
@@ -73,6 +75,12 @@ def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
 )
 def test_more_that_is_refused(tmp_path: Path, flags: tuple[object, ...], named: str) -> None:
     assert named in refused(models.llama(), *capture_flags(tmp_path / "c"), *flags)
+
+
+@pytest.mark.skipif(not predates(installed_sglang()[0], "0.5.23"), reason="its ranks can tell that they capture")
+def test_ranks_that_cannot_tell(tmp_path: Path) -> None:
+    line = refused(models.llama(), *capture_flags(tmp_path / "c"), "--dp-size", 2)
+    assert "--dp-size 2 does not go together with capture on SGLang 0.5." in line
 
 
 @pytest.mark.slow
