@@ -64,10 +64,10 @@ def measurements() -> dict[str, Callable[[], Measured]]:
     }
 
 
-def measure(run: Callable[[], Measured]) -> tuple[list[Figure], list[Measured]]:
+def measure(run: Callable[[], Measured], *, once: bool = False) -> tuple[list[Figure], list[Measured]]:
     """Measure once, and twice more when something falls short: the median of each figure, and all runs."""
     runs = [run()]
-    if not all(figure.ok for figure in runs[0].figures):
+    if not once and not all(figure.ok for figure in runs[0].figures):
         runs += [run(), run()]
     columns = zip(*(measured.figures for measured in runs), strict=True)
     return [_median(column) for column in columns], runs
@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which measurements [all: {', '.join(known)}]")
     parser.add_argument("--record", type=Path, default=ROOT / "bench" / "results" / "figures.json")
+    parser.add_argument("--once", action="store_true", help="do not measure again what falls short")
     options = parser.parse_args()
     unknown = set(options.names) - set(known)
     if unknown:
@@ -92,7 +93,7 @@ def main() -> None:
     figures: list[Figure] = []
     record: dict[str, Any] = surroundings(["python", "bench/figures.py", *sys.argv[1:]])
     for name in options.names or known:
-        found, runs = measure(known[name])
+        found, runs = measure(known[name], once=options.once)
         figures += found
         record[name] = {"figures": [f.line() for f in found], "runs": [run.details for run in runs]}
     options.record.parent.mkdir(parents=True, exist_ok=True)
