@@ -24,8 +24,8 @@ OUTCOMES = {
 }
 HEAD = """# Every way in which SGLang can run a prompt
 
-Each row is named by the test that shows it. `make modes` runs them all and, if they pass, writes this page (here for SGLang
-{sglang}). An outcome is one of three:
+Each row is named by the test that shows it. `make modes` runs them all and, if they pass, writes this page, here for
+SGLang {sglang}. An outcome is one of three:
 
 {outcomes}
 
