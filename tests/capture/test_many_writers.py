@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.capture.build import Host, states_of
+from tests.server.waiting import wait_until
 
 from hashtap.directory import CaptureDirectory
 from hashtap.reader import Reader
@@ -101,7 +102,7 @@ def test_two_recoveries_at_once(tmp_path: Path) -> None:
     """Of several that start at the same moment, one gets a dead writer's file; the result is the same."""
     for server in range(4):
         pid = serve(tmp_path, server)
-        time.sleep(0.15)
+        wait_until(lambda pid=pid: any(tmp_path.glob(f"*-{pid}-*.partial")), 60, "the server to write")
         os.kill(pid, signal.SIGKILL)
         ended(pid)
     before = len(CaptureDirectory.open(tmp_path).partials())
