@@ -425,8 +425,9 @@ def test_a_killed_server_stops_the_run_and_a_second_run_finishes_it(tmp_path: Pa
     first = extraction.summary()
     assert len(Reader(captures)) >= 80  # what was sealed just before the end, the client may not have seen any more
     assert first.captured < 200
-    assert first.left_out == {"not captured": 20}
-    assert first.captured + 20 + first.pending == 200
+    # The others in flight may fail in the same moment as the twentieth.
+    assert 20 <= first.left_out["not captured"] < 20 + options.concurrency
+    assert first.captured + sum(first.left_out.values()) + first.pending == 200
 
     with Peer(captures) as peer:
         second = extract(samples, peer)
