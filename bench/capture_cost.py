@@ -26,8 +26,8 @@ from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 7
-PROMPTS = 40  # a round
+ROUNDS = 15
+PROMPTS = 12  # a round: short turns, since the machine's own speed wanders from minute to minute
 LENGTHS = Lengths(50, 900)
 IN_FLIGHT = 8
 SHORT_REQUESTS = (500, 2000)  # the memory of the first is compared with that of the second

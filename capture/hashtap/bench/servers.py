@@ -48,6 +48,8 @@ def cpu_environment(threads: int | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads or os.cpu_count() or 2),
         # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Huge pages: with small ones two equal servers differed by 6 % for as long as they lived.
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }
 
 
