@@ -172,13 +172,15 @@ class Session:
         pieces: list[Piece] = []
         records: dict[int, Record] = {}
         taking: list[tuple[Tracked, int]] = []
+        make = tuple.__new__  # a third of the time of Piece(...)
         for request, row, tokens, first_position in prompt_spans(batch.extend_lens, batch.prefix_lens, prompt_lens):
             tracked = members[request]
             if tracked is None or (tracked.rows != first_position and not self._goes_on(tracked, first_position)):
                 continue
             record = tracked.record
-            pieces.append(Piece(row, tokens, first_position, len(record.token_ids), record.serial, record.key))
-            records[record.serial] = record
+            serial = record.serial
+            pieces.append(make(Piece, (row, tokens, first_position, prompt_lens[request], serial, record.key)))
+            records[serial] = record
             taking.append((tracked, tokens))
         if pieces:
             self._send(batch, sources, plan_frames(pieces, self.facts.geometry), records, taking)

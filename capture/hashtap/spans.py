@@ -37,10 +37,11 @@ def prompt_spans(
         )
     spans = []
     row = 0
+    make = tuple.__new__  # a third of the time of Span(...), on the scheduler's thread
     for request, (extend, prefix, prompt) in enumerate(zip(extend_lens, prefix_lens, prompt_lens, strict=True)):
         if extend < 0 or prefix < 0:
             raise ValueError(f"request {request} of the batch has extend length {extend} and prefix length {prefix}")
         if prompt is not None and (tokens := min(extend, prompt - prefix)) > 0:
-            spans.append(Span(request, row, tokens, prefix))
+            spans.append(make(Span, (request, row, tokens, prefix)))
         row += extend
     return spans

@@ -45,8 +45,7 @@ def check_batch(
         ValueError: when a shape, stride, alignment, device or size does not do, or the plan is for another geometry.
     """
     plan.check(geometry)
-    last_rows = plan.descriptors[:, ROW] + plan.descriptors[:, TOKENS]
-    rows = int(last_rows.max()) if len(plan) else 0
+    rows = int(plan.descriptors[:, ROW : TOKENS + 1].sum(axis=1).max()) if len(plan) else 0
     if len(sources) != geometry.layers:
         raise ValueError(f"{len(sources)} sources for {geometry.layers} layers: give one tensor a layer")
     align = row_alignment(geometry)
@@ -61,7 +60,7 @@ def check_batch(
             raise ValueError(f"{name} have {tensor.shape[0]} entries, the plan reads {rows}")
     _check_out(out, plan.bytes)
     device = sources[0].device
-    if any(tensor.device != device for tensor in (*sources, input_ids, positions)):
+    if {tensor.device for tensor in (*sources, input_ids, positions)} != {device}:
         raise ValueError("sources, input_ids and positions lie on different devices")
     _check_reachable(out, device)
 
@@ -84,14 +83,15 @@ def check_table(table: npt.NDArray[np.uint8], geometry: Geometry) -> None:
 def _check_source(name: str, source: torch.Tensor, rows: int, geometry: Geometry, align: int) -> None:
     if source.dtype != TORCH_DTYPE[geometry.dtype]:
         raise TypeError(f"{name} is {source.dtype}, not {TORCH_DTYPE[geometry.dtype]} as the geometry says")
-    if source.dim() != 2 or source.shape[1] != geometry.hidden or (source.shape[0] and source.stride(1) != 1):
+    shape, strides = source.shape, source.stride()  # asked once: each question to a tensor takes its time
+    if len(shape) != 2 or shape[1] != geometry.hidden or (shape[0] and strides[1] != 1):
         raise ValueError(
-            f"{name} has shape {tuple(source.shape)} and strides {source.stride()}: "
+            f"{name} has shape {tuple(shape)} and strides {strides}: "
             f"it must be [rows, {geometry.hidden}] with stride 1 along a row"
         )
-    if source.shape[0] < rows:
-        raise ValueError(f"{name} has {source.shape[0]} rows, the plan reads {rows}")
-    if source.data_ptr() % align or source.stride(0) * geometry.dtype.element_bytes % align:
+    if shape[0] < rows:
+        raise ValueError(f"{name} has {shape[0]} rows, the plan reads {rows}")
+    if source.data_ptr() % align or strides[0] * geometry.dtype.element_bytes % align:
         raise ValueError(f"{name}: its address and row stride in bytes must be multiples of {align}; copy it first")
 
 

@@ -105,6 +105,7 @@ class Gather:
         self._control = _Upload(kernel.DESCRIPTORS.value + max_frames * kernel.COLUMNS.value, self.device, uploads)
         self._table = _Upload(geometry.layers * geometry.hidden // 8, self.device, 2)
         self._table_id = 0
+        self._constants = {payload: compile_constants(geometry, payload) for payload in (Payload.RAW, Payload.PLANES)}
 
     def set_table(self, table: U8Array | None) -> None:
         """Gather PLANES centred on ``table`` (uint8 ``[L, H]``) from the next launch on; None for RAW, as at first.
@@ -157,8 +158,8 @@ class Gather:
         self._run(Payload.PLANES if self._table_id else Payload.RAW, out, min(plan.rows, self._programs))
 
     def _run(self, payload: Payload, out: torch.Tensor, programs: int) -> None:
-        constants = compile_constants(self.geometry, payload)
-        kernel.gather_kernel[(programs,)](self._control.words, self._table.bytes, out, **constants, num_warps=NUM_WARPS)
+        words, table, constants = self._control.words, self._table.bytes, self._constants[payload]
+        kernel.gather_kernel[(programs,)](words, table, out, **constants, num_warps=NUM_WARPS)
 
 
 def gather(

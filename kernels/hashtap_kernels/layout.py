@@ -122,8 +122,7 @@ class Geometry:
 
     def frame_bytes(self, tokens: Count) -> Count:
         """Bytes of a frame of ``tokens`` rows (one number or an array), header, row sums and padding included."""
-        used = tokens * (self.row_bytes + 8) + HEADER_BYTES
-        return (used + FRAME_ALIGN - 1) // FRAME_ALIGN * FRAME_ALIGN
+        return (tokens * (self.row_bytes + 8) + HEADER_BYTES + FRAME_ALIGN - 1) & -FRAME_ALIGN
 
     def piece_bytes(self, tokens: int) -> int:
         """Bytes of all frames of ``tokens`` consecutive rows of one request."""

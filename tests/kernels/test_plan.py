@@ -164,3 +164,12 @@ def test_check_refuses_rows_before_the_batch() -> None:
     descriptors[0, ROW] = -1
     with pytest.raises(ValueError, match="begins at row -1"):
         FramePlan(descriptors, plan.rows, plan.bytes).check(GEOMETRY)
+
+
+def test_a_plan_stays_as_it_was_made_and_is_for_one_geometry() -> None:
+    for plan in (made := plan_frames([piece(tokens=300)], GEOMETRY), *made.split(made.bytes)):
+        plan.check(GEOMETRY)
+        with pytest.raises(ValueError, match="read-only"):
+            plan.descriptors[0, OFFSET] = 64
+        with pytest.raises(ValueError, match="is not laid out for"):
+            plan.check(Geometry(3, 576))

@@ -24,8 +24,8 @@ def run_hashtap(*arguments: object, status: int = 0) -> dict[str, Any]:
     return dict(json.loads(answer))
 
 
-def write_samples(path: Path, prompts: Sequence[list[int]]) -> Path:
-    """A sample file: prompt i has the id ``s-i``."""
-    lines = (json.dumps({"id": f"s-{number}", "input_ids": prompt}) for number, prompt in enumerate(prompts, 1))
+def write_samples(path: Path, prompts: Sequence[list[int]], *, prefix: str = "s-") -> Path:
+    """A sample file: prompt i has the id ``s-i``, or another prefix."""
+    lines = (json.dumps({"id": f"{prefix}{number}", "input_ids": prompt}) for number, prompt in enumerate(prompts, 1))
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
