@@ -36,7 +36,8 @@ class Feed:
 
     Attributes:
         rows: bit patterns uint16 ``[rows, 4, H]``.
-        plane: the exponent plane of such a frame, uint8, what the codec is given; one for each buffer.
+        planes: the exponent plane of such a frame, uint8, what the codec is given; one for each place in the buffers.
+        rests: what follows it, uint8: the rest plane and the row sums, which are stored as they are.
     """
 
     def __init__(self, rows: int, copies: int = 1) -> None:
@@ -55,6 +56,7 @@ class Feed:
         self._buffers = [np.tile(frame, (FORWARD, 1)) for _ in range(max(2, BUFFER_BYTES // (FORWARD * len(frame))))]
         frames = [frame for buffer in self._buffers for frame in buffer]
         self.planes = [frame[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for frame in frames]
+        self.rests = [frame[HEADER_BYTES + self.rows.nbytes // 2 :] for frame in frames]
         self._free: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
         for buffer in self._buffers:
             self._free.put(buffer)

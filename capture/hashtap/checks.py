@@ -55,10 +55,12 @@ def odd_rows(values: npt.NDArray[np.generic], dtype: Dtype) -> dict[str, BoolArr
 
 def _constant(bits: npt.NDArray[np.unsignedinteger[Any]]) -> BoolArray:
     """Which rows ``[n, L]`` hold one value H times. Few pass the look at three of their elements."""
-    hidden = bits.shape[2]
-    first = bits[..., :1]
-    constant: BoolArray = (bits[..., [1, hidden // 2, hidden - 1]] == first).all(axis=2)
-    constant[constant] = (bits[constant] == first[constant]).all(axis=1)
+    first = bits[..., 0]
+    constant: BoolArray = bits[..., 1] == first
+    for place in (bits.shape[2] // 2, -1):
+        constant &= bits[..., place] == first
+    if constant.any():
+        constant[constant] = (bits[constant] == first[constant][:, None]).all(axis=1)
     return constant
 
 
