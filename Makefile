@@ -1,7 +1,7 @@
 # make demo       the main job on a real SGLang server, from a bare clone
 # make test       the quick suite          make test-all   with the slow tests
 # make check      ruff, mypy, import rules make fmt        format the code
-# make bench      the figures and bars     make wheel      build, install elsewhere, import
+# make bench      parts, figures, bars     make wheel      build, install elsewhere, import
 # make modes      the table docs/modes.md  make soak       20,000 mixed requests, with aborts, retries, restarts
 # make aborts     1,000 prompts aborted at random moments
 # make test-triton   the kernels' quick tests under the oldest and the newest Triton that serve
@@ -91,6 +91,7 @@ check: $(ENVIRONMENT)
 	$(PY) -m pytest -q tests/test_layers.py tests/test_public.py
 
 bench: $(ENVIRONMENT)
+	$(PY) -m pytest -q bench/micro --benchmark-json=bench/results/benchmarks.json
 	$(PY) bench/figures.py
 
 fmt: $(ENVIRONMENT)

@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, thread_id: int | None = None) -> None:
         number = threading.get_native_id() if thread_id is None else thread_id
-        self._file = Path(f"/proc/self/task/{number}/schedstat").open("rb", buffering=0)  # noqa: SIM115
+        self._file = Path(f"/proc/self/task/{number}/schedstat")
         self._waited, self._began = self._waited_s(), time.perf_counter()
 
     def seconds(self) -> float:
@@ -28,5 +28,4 @@ class Clock:
         return time.perf_counter() - self._began - (self._waited_s() - self._waited)
 
     def _waited_s(self) -> float:
-        self._file.seek(0)
-        return int(self._file.read().split()[1]) / 1e9
+        return int(self._file.read_text().split()[1]) / 1e9

@@ -1,7 +1,8 @@
 """docs/benchmarks.md, written from the records in bench/results: ``python bench/report.py``.
 
-Three kinds of record are known: those of ``make bench`` (bench/figures.py), of ``hashtap bench server --json`` and of
-pytest-benchmark. Whatever is there is reported, each with command, commit, machine and versions; nothing is typed in.
+Three kinds of record are known: those of bench/figures.py, of ``hashtap bench server --json`` and of bench/micro, which
+pytest-benchmark makes. Whatever is there is reported, each with command, commit, machine and versions; nothing is
+typed in.
 """
 
 import argparse
@@ -48,20 +49,12 @@ def _section(path: Path, record: Record) -> list[str]:
 
 
 def _where(path: Path, record: Record) -> list[str]:
-    """Command, commit, machine and versions, as pytest-benchmark or hashtap records them."""
-    machine, commit = record.get("machine", {}), record.get("commit")
-    if "machine_info" in record:
-        info = record["machine_info"]
-        machine = {"model": info["cpu"].get("brand_raw", info["machine"]), "cpus": info["cpu"].get("count", "?")}
-        machine["system"] = info["release"].split("-")[0]
-        commit = record["commit_info"]["id"] + ("+changes" if record["commit_info"].get("dirty") else "")
-    command = record.get("command", "pytest bench --benchmark-json=FILE")
-    versions = record.get("versions", {}) | {"Python": record.get("python") or record["machine_info"]["python_version"]}
-    date = record.get("date") or record["datetime"][:10]
+    """Command, commit, machine and versions: ``hashtap.bench.surroundings``, which is every record's head."""
+    commit, machine, versions = record["commit"], record["machine"], record["versions"] | {"Python": record["python"]}
     gpus = "".join(f", {gpu}" for gpu in machine.get("gpus", ()))
     return [
-        f"- command: `{command}`",
-        f"- commit: `{commit or 'not from a checkout'}`, record `bench/results/{path.name}`, {date}",
+        f"- command: `{record['command']}`",
+        f"- commit: `{commit or 'not from a checkout'}`, record `bench/results/{path.name}`, {record['date']}",
         f"- machine: {machine['model']}, {machine['cpus']} CPUs{gpus}, Linux {machine['system']}",
         f"- versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
     ]

@@ -1,0 +1,50 @@
+"""The writer, from frames to sealed shards: one thread beside bare zstd, two beside the disk; GB/s of states."""
+
+import mmap
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.feed import Feed
+from bench.shards import bare_zstd, captures, check, write
+
+from hashtap.directory import CaptureDirectory
+from hashtap.reader import Reader
+
+FRAMES = 200
+PIECE_BYTES = 2 << 20  # of one write, as a shard's
+
+
+def test_writer_one_thread(beside: Any, feed: Feed) -> None:
+    check(feed)
+    with ExitStack() as directories:  # a new one each round, none removed before the last
+        beside(
+            lambda: write(feed, directories.enter_context(captures()), 1, FRAMES),
+            "bare zstd",
+            lambda: bare_zstd(feed, FRAMES),
+            gigabytes=FRAMES * feed.rows.nbytes / 1e9,
+        )
+
+
+def test_writer_two_threads(beside: Any, feed: Feed, captured: CaptureDirectory) -> None:
+    check(feed)
+    reader = Reader(captured)
+    stored = sum(shard.file_bytes for shard in reader.shards) * FRAMES // len(reader)
+    with ExitStack() as directories:
+        beside(
+            lambda: write(feed, directories.enter_context(captures()), 2, FRAMES),
+            "raw disk",
+            lambda: write_past_the_cache(directories.enter_context(captures()).path / "raw", stored),
+            gigabytes=FRAMES * feed.rows.nbytes / 1e9,
+        )
+
+
+def write_past_the_cache(path: Path, size: int) -> None:
+    """A file of ``size`` bytes, rounded down to whole pieces, on the disk."""
+    piece = mmap.mmap(-1, PIECE_BYTES)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    for _ in range(size // PIECE_BYTES):
+        os.write(descriptor, piece)
+    os.fsync(descriptor)
+    os.close(descriptor)
