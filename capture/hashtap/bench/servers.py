@@ -49,7 +49,7 @@ def cpu_environment(threads: int | None = None) -> dict[str, str]:
         # Threads that wait asleep: spinning ones make the server many times slower when anything else runs.
         "OMP_WAIT_POLICY": "PASSIVE",
         # Huge pages: with small ones two equal servers differed by 6 % for as long as they lived.
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
