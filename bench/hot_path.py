@@ -12,7 +12,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +78,12 @@ def staged(*_: Any) -> StagedTransport:
 def measure() -> Measured:
     """Medians over many forwards, the sizes interleaved."""
     check_that_it_captures()
-    logging.getLogger("hashtap").setLevel(logging.CRITICAL)  # the ring holds no frames, as no kernel ran
-    work = Path(tempfile.mkdtemp(prefix="hot-path-"))
-    hashtap.session.open_transport, original = staged, hashtap.session.open_transport
-    try:
-        session = make_session(work)
-        times: dict[tuple[int, int], list[float]] = {(r, t): [] for r in REQUESTS for t in TOKENS if t >= r}
+    times: dict[tuple[int, int], list[float]] = {(r, t): [] for r in REQUESTS for t in TOKENS if t >= r}
+    with staged_session() as session:
         for number in range(FORWARDS):
             for (requests, tokens), list_ in times.items():
                 list_.append(forward(session, number, requests, tokens))
-        key_ns = 1e9 * statistics.median(key_time() for _ in range(200))
-        session.close()
-    finally:
-        hashtap.session.open_transport = original
-        shutil.rmtree(work, ignore_errors=True)
+    key_ns = 1e9 * statistics.median(key_time() for _ in range(200))
     small, large = (statistics.median(times[64, tokens]) for tokens in TOKENS)
     return Measured(
         [
@@ -108,14 +101,29 @@ def measure() -> Measured:
     )
 
 
-def make_session(work: Path) -> Session:
+@contextmanager
+def staged_session() -> Iterator[Session]:
+    """A session as it runs beside a GPU, less the GPU."""
+    logging.getLogger("hashtap").setLevel(logging.CRITICAL)  # the ring holds no frames, as no kernel ran
+    hashtap.session.open_transport, original = staged, hashtap.session.open_transport
+    try:
+        with tempfile.TemporaryDirectory(prefix="hot-path-") as work:
+            session = make_session(Path(work))
+            yield session
+            session.close()
+    finally:
+        hashtap.session.open_transport = original
+
+
+def make_session(work: Path, geometry: Geometry = GEOMETRY, forward_tokens: int = TOKENS[-1]) -> Session:
+    """A session for forwards of so many tokens, with room for three of them or more."""
     directory = CaptureDirectory.create(work)
     facts = ShardFacts(
         model="none",
         epoch="e",
-        boundaries=(1, 2, 3),
+        boundaries=tuple(range(1, geometry.layers)),
         final_norm="post",
-        geometry=GEOMETRY,
+        geometry=geometry,
         seed=(1, 2),
         directory_uuid=directory.uuid,
         writer="0" * 32,
@@ -123,8 +131,9 @@ def make_session(work: Path) -> Session:
         versions={},
         server_flags={},
     )
-    config = CaptureConfig(capture_dir=str(work), capture_ring_gib=1 / 16)
-    return Session(config, facts, directory, device="cpu", max_forward_tokens=TOKENS[-1])
+    ring_gib = max(1 / 16, 3 * forward_tokens * (geometry.row_bytes + 256) / 2**30)
+    config = CaptureConfig(capture_dir=str(work), capture_ring_gib=ring_gib)
+    return Session(config, facts, directory, device="cpu", max_forward_tokens=forward_tokens)
 
 
 STATES = [torch.zeros(TOKENS[-1], GEOMETRY.hidden, dtype=torch.bfloat16) for _ in range(4)]

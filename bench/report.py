@@ -1,8 +1,8 @@
 """docs/benchmarks.md, written from the records in bench/results: ``python bench/report.py``.
 
-Three kinds of record are known: those of bench/figures.py, of ``hashtap bench server --json`` and of bench/micro, which
-pytest-benchmark makes. Whatever is there is reported, each with command, commit, machine and versions; nothing is
-typed in.
+Four kinds of record are known: those of bench/figures.py, of bench/growth.py, of ``hashtap bench server --json`` and of
+bench/micro, which pytest-benchmark makes. Whatever is there is reported, each with command, commit, machine and
+versions; nothing is typed in.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 from hashtap.bench.table import incomplete, ratio_rows, side_rows
 
-__all__ = ["main", "report"]
+__all__ = ["growth_rows", "main", "report"]
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -95,6 +95,17 @@ def _pytest_rows(record: Record) -> Iterator[str]:
     yield from _table(rows)
 
 
+def growth_rows(record: Record) -> Iterator[str]:
+    """The table of a record of bench/growth.py."""
+    rows = [["axis", "cost", "from", "to", "slope", "flat from", "why"]]
+    for curve in record["growth"]:
+        first, *_, last = map(int, curve["medians"])
+        ends = [f"{_cell(curve['medians'][str(point)])} at {point:,}" for point in (first, last)]
+        flat = {first: "everywhere", last: "nowhere"}.get(curve["flat_from"], f"{curve['flat_from']:,}")
+        rows.append([curve["axis"], curve["cost"], *ends, f"{curve['slope']:.2f}", flat, curve["why"]])
+    yield from _table(rows)
+
+
 def _cell(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
@@ -112,6 +123,7 @@ KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Path, Record], str], Call
         lambda path, record: f"What capture costs a server: {record['model']}",
         _server_rows,
     ),
+    (lambda record: "growth" in record, lambda path, record: "How the cost grows", growth_rows),
     (lambda record: "benchmarks" in record, lambda path, record: f"Parts: {path.stem}", _pytest_rows),
     (
         lambda record: any(isinstance(part, dict) and "figures" in part for part in record.values()),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bench.report import report
+from bench.slopes import Curve, Reason
 from tests.bench.test_outcome import record
 
 from hashtap.bench.counted import Got
@@ -53,6 +54,27 @@ def test_every_kind_of_record_is_reported_with_where_it_comes_from(tmp_path: Pat
     ):
         assert line in text, line
     assert text.count("- machine: ") == text.count("- versions: ") == 3
+
+
+def test_growth_is_reported_with_what_explains_it(tmp_path: Path) -> None:
+    reason = Reason(-0.1, "Short prompts share a forward.")
+    falling = Curve(
+        "tokens", "us a token", {1: [800.0, 790.0, 820.0], 256: [11.0, 11.0, 12.0], 1024: [10.0, 10.0, 10.0]}
+    )
+    rising = Curve("shards", "us to open", {1: [1.0], 10: [10.0], 100: [100.0]})
+    level = Curve("hidden", "ns a byte", {576: [2.1], 7168: [2.0]})
+    curves = [falling.record(reason), rising.record(reason), level.record(None)]
+    (tmp_path / "growth.json").write_text(json.dumps(surroundings(["python", "bench/growth.py"]) | {"growth": curves}))
+    (tmp_path / "growth.svg").touch()
+    text = report([tmp_path / "growth.json"])
+    for line in (
+        "## How the cost grows",
+        "![growth](../bench/results/growth.svg)",
+        "| tokens | us a token | 800 at 1 | 10 at 1,024 | -0.67 | 256 | Short prompts share a forward. |",
+        "| shards | us to open | 1 at 1 | 100 at 100 | 1.00 | nowhere | NOT EXPLAINED |",
+        "| hidden | ns a byte | 2.1 at 576 | 2 at 7,168 | -0.02 | everywhere | flat |",
+    ):
+        assert line in text, f"{line} is not in\n{text}"
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
