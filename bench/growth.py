@@ -64,8 +64,7 @@ REASONS = {
     "ms a shard to open": Reason(0.01, "Listing the directory and joining take a moment even for one shard."),
     "ms a shard to open again": Reason(
         0.01,
-        "Below 64 shards there is no index cache. At thousands its tables leave the core's own cache, and records are "
-        "joined to frames by a look at all of them for each writing run.",
+        "Below 64 shards there is no index cache. At thousands its tables leave the core's own cache.",
     ),
     "us to look up a key": Reason(
         0.25,

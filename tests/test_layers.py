@@ -20,6 +20,7 @@ LAYERS = [
         "salvage",
         "recover",
         "index_cache",
+        "set_aside",
         "catalog",
         "collate",
         "datasets",

@@ -16,6 +16,7 @@ from hashtap.directory import CaptureDirectory
 from hashtap.errors import FormatError
 from hashtap.identity import KEY_BYTES
 from hashtap.index_cache import Identity, identity_of, load_cache, store_cache
+from hashtap.set_aside import Pass, load_set_aside
 from hashtap.shard import RECORD_COLUMNS, Shard, read_shard
 
 __all__ = ["Catalog", "Entry", "Incomplete", "Piece"]
@@ -92,6 +93,7 @@ class Catalog:
         entries: one entry for each (key, epoch), the first by shard name; in that order.
         duplicates: entries with a (key, epoch) that was there already, and whole.
         incomplete: entries that cannot be read whole.
+        set_aside: entries that somebody found wrong, see :mod:`hashtap.set_aside`.
     """
 
     def __init__(self, directory: CaptureDirectory, epoch: str | None = None, cache: bool = True) -> None:
@@ -104,6 +106,8 @@ class Catalog:
         self.entries: Sequence[Entry] = []
         self.duplicates: list[Entry] = []
         self.incomplete: list[Incomplete] = []
+        self.set_aside: list[Entry] = []
+        self._aside: frozenset[Pass] = frozenset()
         self._first: dict[str, dict[bytes, int]] = {}  # by epoch and key: which record counts
         self._records = _Records([])
         self._frames: dict[tuple[str, str], _Frames] = {}
@@ -115,7 +119,8 @@ class Catalog:
         if self._cache and len(paths) - len(self._read) >= _WORTH_CACHING:
             cached = load_cache(self._directory.path)
         found = {path: _look_at(path, self._read.get(path) or cached.get(path)) for path in paths}
-        if found == self._read:
+        aside = load_set_aside(self._directory.path)
+        if found == self._read and aside == self._aside:
             return False
         fresh = [
             path for path, look in found.items() if look is not self._read.get(path) and look is not cached.get(path)
@@ -123,7 +128,7 @@ class Catalog:
         if self._cache and len(fresh) >= _WORTH_CACHING:
             good = {path: (identity, shard) for path, (identity, shard) in found.items() if isinstance(shard, Shard)}
             store_cache(self._directory.path, good)
-        self._read = found
+        self._read, self._aside = found, aside
         shards = [shard for _, shard in found.values() if isinstance(shard, Shard)]
         self.bad_shards = {path: error for path, (_, error) in found.items() if isinstance(error, FormatError)}
         self.shards = [shard for shard in shards if self._epoch in (None, shard.facts.epoch)]
@@ -168,30 +173,32 @@ class Catalog:
         records = _Records(self.shards)
         whole = np.zeros(len(records.table), np.bool_)
         rows_of: dict[str, list[npt.NDArray[np.int64]]] = {}
-        for run, numbers in runs.items():
-            rows = np.flatnonzero(np.isin(records.shard_of, numbers))
+        for run, rows in zip(runs, records.by_run(list(runs.values())), strict=True):
             table = records.table[rows]
             whole[rows] = frames[run].cover(table[:, 2], table[:, 6], table[:, 3])
             rows_of.setdefault(run[1], []).append(rows)
+        aside = records.among(self._aside)
+        set_aside = [records.entry(row) for row in np.flatnonzero(aside).tolist()]
         first: dict[str, dict[bytes, int]] = {}
         for epoch, parts in rows_of.items():
             rows = np.sort(np.concatenate(parts))
             # Backwards, so that of equal keys the first by shard name stays.
-            backwards = rows[whole[rows]][::-1].tolist()
+            backwards = rows[(whole & ~aside)[rows]][::-1].tolist()
             first[epoch] = {records.keys[row]: row for row in backwards}
         counts = np.zeros(len(whole), np.bool_)
         counts[[row for rows in first.values() for row in rows.values()]] = True
         incomplete = [
-            Incomplete(records.entry(row), "frames of it are missing") for row in np.flatnonzero(~whole).tolist()
+            Incomplete(records.entry(row), "frames of it are missing")
+            for row in np.flatnonzero(~whole & ~aside).tolist()
         ]
-        duplicates = [records.entry(row) for row in np.flatnonzero(whole & ~counts).tolist()]
+        duplicates = [records.entry(row) for row in np.flatnonzero(whole & ~counts & ~aside).tolist()]
         for row, entry in records.orphans(np.flatnonzero(counts & (records.table[:, 6] > 0)), first):
             incomplete.append(Incomplete(entry, f"its donor {entry.donor_key.hex()} is missing"))
             counts[row] = False
             del first[entry.epoch][entry.key]
         self._frames, self._first, self._records = frames, first, records
         self.entries = _Entries(records, np.flatnonzero(counts))
-        self.duplicates, self.incomplete = duplicates, incomplete
+        self.duplicates, self.incomplete, self.set_aside = duplicates, incomplete, set_aside
 
 
 class _Records:
@@ -217,6 +224,25 @@ class _Records:
             donor_key=self.table[row, 7:9].tobytes(),
             salt_sum=words[9],
         )
+
+    def by_run(self, runs: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
+        """The records of each run, whose shards' numbers are given; all shards are."""
+        run_of = np.empty(len(self._shards), np.int64)
+        for number, shards in enumerate(runs):
+            run_of[shards] = number
+        run_of_record = run_of[self.shard_of]
+        order = np.argsort(run_of_record, kind="stable")
+        return np.split(order, np.searchsorted(run_of_record[order], np.arange(1, len(runs))))[: len(runs)]
+
+    def among(self, passes: frozenset[Pass]) -> npt.NDArray[np.bool_]:
+        """Which of them are of these passes."""
+        found = np.zeros(len(self.table), np.bool_)
+        for number, shard in enumerate(self._shards):
+            serials = [serial for writer, serial in passes if writer == shard.facts.writer]
+            if serials:
+                here = self.shard_of == number
+                found[here] = np.isin(self.table[here, 2], np.array(serials, np.uint64))
+        return found
 
     def orphans(
         self, sharing: npt.NDArray[np.int64], first: Mapping[str, Mapping[bytes, int]]

@@ -29,6 +29,7 @@ from hashtap.quarantine import QUARANTINE_NAME
 from hashtap.reader import Reader
 from hashtap.recover import describe, recover
 from hashtap.samples import load_samples
+from hashtap.set_aside import SET_ASIDE_NAME, add_set_aside
 from hashtap.show import describe_capture, describe_directory, fact_lines, find_capture
 from hashtap.tally import Summary
 from hashtap.verify import verify
@@ -166,6 +167,12 @@ def _verify(
     directory: Directory,
     samples: Annotated[Path | None, typer.Option(help="The samples that must be there.", show_default=False)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Stored checksums, lengths and keys only.")] = False,
+    set_aside: Annotated[
+        bool,
+        typer.Option(
+            "--set-aside", help="Take what is wrong out of use: trainers go on without, extract captures it anew."
+        ),
+    ] = False,
     epoch: Epoch = None,
     tokenizer: Tokenizer = None,
     chat_template: Template = None,
@@ -181,6 +188,7 @@ def _verify(
     expected = ((sample.id, sample.token_ids, b"") for sample in file.samples) if file is not None else None
     report = verify(directory, samples=expected, quick=quick, epoch=epoch)
     unusable = file.bad if file is not None else []
+    aside = add_set_aside(directory, report.problems) if set_aside else 0
     if as_json:
         print(json.dumps({**report.to_json(), "unusable": [asdict(bad) for bad in unusable]}))
     else:
@@ -189,6 +197,10 @@ def _verify(
         for bad in unusable:
             print(f"unusable: line {bad.line} of {samples}: {bad.reason}: {bad.detail}")
         print(report.summary())
+        if set_aside:
+            print(f"{aside} records set aside in {directory / SET_ASIDE_NAME}")
+    if aside:
+        print("to capture them anew: start the server anew, then say hashtap extract once more", file=sys.stderr)
     raise typer.Exit(0 if report.ok and not unusable else 1)
 
 

@@ -3,12 +3,15 @@
 Many servers may share one. Nothing in it counts anything: the sealed shards are the only truth.
 """
 
+import fcntl
 import json
 import os
 import re
 import socket
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +24,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "CaptureDirectory",
     "host_name",
+    "locked",
     "place_first",
     "read_regular",
     "shard_name",
@@ -137,6 +141,22 @@ def sync_directory(path: Path) -> None:
     """Make what was renamed in a directory last. OSError when it cannot be synced."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the only one that changes one of a directory's small files; what was renamed meanwhile lasts.
+
+    Raises:
+        OSError: when it cannot be locked or synced.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

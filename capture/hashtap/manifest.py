@@ -5,10 +5,8 @@ the only truth of that. Columns: ``sample_id`` string, ``key`` string (32 hex di
 string, ``tokens`` int32, ``loss_mask`` list<uint8> or null; rows in the order of the sample files.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hashtap.directory import locked
 from hashtap.errors import FormatError, MismatchError, UsageError
 from hashtap.samples import Sample
 
@@ -89,7 +88,7 @@ class Manifest:
             MismatchError: when the manifest belongs to another capture directory.
         """
         try:
-            with _lock(Path(directory)):
+            with locked(Path(directory)):
                 manifest = cls.load(directory)._with(samples, epoch, directory_uuid)
                 manifest._write(Path(directory))
         except OSError as error:
@@ -172,14 +171,3 @@ def _table(samples: Sequence[Sample], epoch: str) -> pa.Table:
         [sample.loss_mask for sample in samples],
     ]
     return pa.table([pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
-
-
-@contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -218,6 +218,11 @@ class Reader:
         """Records that frames are missing of; they are never handed out."""
         return self._catalog.incomplete
 
+    @property
+    def set_aside(self) -> list[Entry]:
+        """Records that ``hashtap verify --set-aside`` found wrong; they are never handed out."""
+        return self._catalog.set_aside
+
     def pieces(self, entry: Entry) -> list[Piece]:
         """The frames that make up a record, in order."""
         return self._catalog.pieces(entry)

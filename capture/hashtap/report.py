@@ -24,6 +24,7 @@ class Problem:
         rows: half-open ranges of positions in the prompt; empty when it is the whole record.
         layer: the layer's name; None when it is all of them.
         shard: the file's name.
+        writer, serial: the writing run and the pass of the record; None when it is no record's.
     """
 
     kind: str
@@ -33,6 +34,8 @@ class Problem:
     rows: Ranges = ()
     layer: str | None = None
     shard: str | None = None
+    writer: str | None = None
+    serial: int | None = None
 
     def __str__(self) -> str:
         where = []
@@ -60,6 +63,7 @@ class Report:
         verified: how many of them are there with nothing wrong.
         records: whole records, duplicates left out.
         duplicates: records that repeat another.
+        set_aside: records that were found wrong before and are not in use.
         salted: records whose key could not be recomputed, because no sample gave their salt.
         shards: valid ones.
         partials: shards that are still open, or were left behind.
@@ -76,6 +80,7 @@ class Report:
     verified: int = 0
     records: int = 0
     duplicates: int = 0
+    set_aside: int = 0
     salted: int = 0
     shards: int = 0
     partials: int = 0
@@ -111,6 +116,8 @@ class Report:
         ]
         if self.duplicates:
             parts.append(f"{self.duplicates} duplicates")
+        if self.set_aside:
+            parts.append(f"{self.set_aside} set aside")
         if self.waste_frames:
             parts.append(f"{self.waste_frames} frames of no record ({self.waste_bytes / 1e6:.1f} MB)")
         if self.salted:

@@ -46,6 +46,7 @@ def describe_directory(reader: Reader) -> dict[str, Any]:
         "open shards": len(reader.directory.partials()),
         "damaged shards": [str(error) for error in reader.bad_shards.values()],
         "duplicates": len(reader.duplicates),
+        "set aside": len(reader.set_aside),
         "incomplete": [f"{one.entry.key.hex()}: {one.reason}" for one in reader.incomplete],
     }
 

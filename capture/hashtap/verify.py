@@ -93,7 +93,7 @@ def _wanted(
 def _check_directory(reader: Reader, report: Report) -> None:
     """Count what there is, and report what concerns whole shards."""
     entries, shards = reader.entries, reader.shards
-    report.records, report.duplicates = len(entries), len(reader.duplicates)
+    report.records, report.duplicates, report.set_aside = len(entries), len(reader.duplicates), len(reader.set_aside)
     report.shards, report.partials = len(shards), len(reader.directory.partials())
     report.tokens = sum(entry.total_tokens for entry in entries)
     report.raw_bytes = sum(entry.total_tokens * entry.shard.facts.geometry.row_bytes for entry in entries)
@@ -135,7 +135,10 @@ class _Checker:
         """Add a problem of a record."""
         name = (shard or entry.shard.path).name
         ids = tuple(self._wanted.get(entry.key, ()))
-        self._report.problems.append(Problem(kind, detail, entry.key.hex(), ids, rows, layer, name))
+        writer = entry.shard.facts.writer
+        self._report.problems.append(
+            Problem(kind, detail, entry.key.hex(), ids, rows, layer, name, writer, entry.serial)
+        )
 
     def check(self, entry: Entry) -> bool:
         """Check a record's frames, then the record; reports all that is wrong and returns whether nothing is."""
@@ -164,7 +167,14 @@ class _Checker:
         return len(self._report.problems) == before
 
     def check_rest(self) -> None:
-        """Check the frames that belong to no record that was checked: tables, waste and duplicates."""
+        """Check the frames that belong to no record that was checked: tables, waste and duplicates.
+
+        Those of records that are set aside are left alone: what is wrong with them is known.
+        """
+        for entry in self._reader.set_aside:
+            for shard in self._reader.shards:
+                if shard.facts.writer == entry.shard.facts.writer:
+                    self._seen[shard.path] |= shard.index[:, 3] == np.uint64(entry.serial)
         for shard in self._reader.shards:
             kinds = shard.index[:, 6] & np.uint64(0xFF)
             for row in np.flatnonzero(~self._seen[shard.path]).tolist():

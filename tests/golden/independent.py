@@ -74,14 +74,16 @@ def read_frames(path: Path) -> Iterator[tuple[Frame, dict[int, Any]]]:
 
 
 def read_directory(path: Path) -> Iterator[tuple[bytes, str, Any, Any]]:
-    """Key, epoch, token ids and values of every record (§7)."""
+    """Key, epoch, token ids and values of every record (§7) that is not set aside (§1)."""
+    lines = [line for listed in path.glob("set-aside.jsonl") for line in listed.read_text().splitlines()]
+    aside = {(one["writer"], one["serial"]) for one in map(json.loads, lines)}
     passes: dict[Any, list[Frame]] = defaultdict(list)
     records: dict[tuple[bytes, str], Any] = {}
     for shard in sorted(path.glob("[!.]*.safetensors")):
         facts, _, _, rows = read_shard(shard)
         for frame, _ in read_frames(shard):
             passes[facts["writer"], facts["epoch"], frame.serial].append(frame)
-        for row in rows:
+        for row in (row for row in rows if (facts["writer"], int(row[2])) not in aside):
             records.setdefault((row[:2].tobytes(), facts["epoch"]), (facts["writer"], row.tolist(), row[7:9].tobytes()))
 
     def load(key: bytes, epoch: str) -> tuple[Any, Any]:
