@@ -78,7 +78,7 @@ def test_it_reads_the_state_after_the_norm() -> None:
 
 def test_a_store_that_is_read_only() -> None:
     store = CapturedStore(TrainerSource(CAPTURES / "post", "specforge"))
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(UsageError):
         store.put({"input_ids": torch.zeros(1)}, sample_id="x", metadata={})
     assert store.health()["release_pending"] == 0
 

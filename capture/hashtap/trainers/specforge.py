@@ -9,6 +9,7 @@ from typing import Any
 from specforge.runtime.contracts import SCHEMA_VERSION, FeatureHandle, SampleRef
 from specforge.runtime.data_plane.feature_store import FeatureStore
 
+from hashtap.errors import UsageError
 from hashtap.trainers.source import TrainerSource
 
 __all__ = ["CapturedStore"]
@@ -61,8 +62,8 @@ class CapturedStore(FeatureStore):
         return tensors, FeatureHandle(sample_id=sample_ref.sample_id, generation=0, lease_token=f"hashtap:{index}")
 
     def put(self, tensors: dict[str, Any], *, sample_id: str, metadata: dict[str, Any]) -> SampleRef:
-        """Captures are read only: NotImplementedError."""
-        raise NotImplementedError("captures are read only")
+        """Captures are read only: UsageError."""
+        raise UsageError("captures are read only: hashtap extract adds to them")
 
     def release(self, handle: FeatureHandle, *, reason: str = "consumed") -> None:
         """Nothing is held."""

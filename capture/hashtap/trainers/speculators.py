@@ -12,6 +12,7 @@ from hs_connectors import HiddenStatesTransfer
 from hs_connectors.transfer import HiddenStatesBackend
 from torch import Tensor
 
+from hashtap.errors import UsageError
 from hashtap.trainers.notes import source_of
 from hashtap.trainers.source import TrainerSource
 
@@ -29,8 +30,8 @@ class CapturedStates(HiddenStatesTransfer):
         return dict(self._source[file_idx]) if file_idx < len(self._source) else None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Captures are made before: NotImplementedError."""
-        raise NotImplementedError("states are captured with hashtap before training: give --on-missing raise")
+        """Captures are made before: UsageError."""
+        raise UsageError("states are captured with hashtap before training: give --on-missing raise")
 
 
 @HiddenStatesBackend.register("hashtap")
@@ -53,8 +54,8 @@ class CapturedBackend(HiddenStatesBackend):
 
     @staticmethod
     def build_kv_transfer_config(args: Namespace) -> dict[str, Any]:
-        """The server is SGLang's: NotImplementedError."""
-        raise NotImplementedError("hashtap captures on SGLang, not on vLLM")
+        """The server is SGLang's: UsageError."""
+        raise UsageError("hashtap captures on SGLang, not on vLLM")
 
 
 def main() -> None:
