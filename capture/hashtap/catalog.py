@@ -237,11 +237,13 @@ class _Records:
     def among(self, passes: frozenset[Pass]) -> npt.NDArray[np.bool_]:
         """Which of them are of these passes."""
         found = np.zeros(len(self.table), np.bool_)
-        for number, shard in enumerate(self._shards):
-            serials = [serial for writer, serial in passes if writer == shard.facts.writer]
-            if serials:
-                here = self.shard_of == number
-                found[here] = np.isin(self.table[here, 2], np.array(serials, np.uint64))
+        serials: dict[str, list[int]] = {}
+        for writer, serial in passes:
+            serials.setdefault(writer, []).append(serial)
+        for writer, wanted in serials.items():
+            shards = [number for number, shard in enumerate(self._shards) if shard.facts.writer == writer]
+            here = np.flatnonzero(np.isin(self.shard_of, shards))
+            found[here] = np.isin(self.table[here, 2], np.array(wanted, np.uint64))
         return found
 
     def orphans(
