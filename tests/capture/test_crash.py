@@ -111,7 +111,9 @@ def test_a_session_that_dies_at_any_time(tmp_path: Path, number: int) -> None:
     there = Reader(path).keys()
     serve(path, [ids for ids in prompts if prompt_key(ids) not in there])
     report = verify(path, [(str(n), ids, b"") for n, ids in enumerate(prompts)])
-    assert (report.ok, report.verified, report.duplicates, report.partials) == (True, len(prompts), 0, 0)
+    assert (report.ok, report.verified, report.duplicates) == (True, len(prompts), 0)
+    # A file that was only just made and holds nothing may be a live writer's: it is left alone for a minute.
+    assert [file.stat().st_size for file in directory.partials()] in ([], [0])
     for capture in Reader(path):
         ids = capture.token_ids.tolist()
         assert (capture.hidden_states == SessionHost.states(ids, dtype=Dtype.FP32).numpy()).all()
