@@ -13,7 +13,7 @@ from hashtap.directory import locked, read_regular
 from hashtap.errors import FormatError, UsageError
 from hashtap.report import Problem
 
-__all__ = ["SET_ASIDE_NAME", "add_set_aside", "load_set_aside"]
+__all__ = ["SET_ASIDE_NAME", "Pass", "add_set_aside", "load_set_aside"]
 
 SET_ASIDE_NAME = "set-aside.jsonl"
 _LIMIT_BYTES = 1 << 30
