@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bench.clock import cpu_s
 from bench.feed import HIDDEN, Feed
 from bench.hot_path import TOKENS, make_session
 
@@ -16,6 +17,7 @@ from hashtap.exponents import TABLE_ROWS
 from hashtap.session import Batch, Session
 from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS
 from hashtap.verify import verify
+from hashtap.writer_process import STATE_EVERY_S
 from hashtap_kernels.layout import MAX_FRAME_TOKENS, Geometry
 
 __all__ = ["FORWARD", "captured"]
@@ -34,11 +36,12 @@ def captured(geometry: Geometry, length: int, prompts: int, *, check: bool) -> t
         session = make_session(Path(work), geometry, rows)
         prefill(session, states, TABLE_ROWS, 0)
         settle(session)  # from here on there is a table of exponents
-        stored, cpu = session.counters()["stored_bytes"], time.process_time()
+        pids = session._writers.pids
+        stored, cpu = session.counters()["stored_bytes"], cpu_s(pids)
         for number in range(1, prompts + 1):
             prefill(session, states, length, number)
         settle(session)
-        cpu = time.process_time() - cpu
+        cpu = cpu_s(pids) - cpu
         frames = prompts * -(-length // MAX_FRAME_TOKENS)
         stored = session.counters()["stored_bytes"] - stored
         stored += 8 * (frames * len(INDEX_COLUMNS) + prompts * len(RECORD_COLUMNS))
@@ -62,9 +65,10 @@ def prefill(session: Session, states: Sequence[torch.Tensor], length: int, numbe
 
 
 def settle(session: Session) -> None:
-    """Wait until all is written."""
+    """Wait until all is written, and counted."""
     while session.counters()["queue"]:
         time.sleep(1e-3)
+    time.sleep(2 * STATE_EVERY_S)
 
 
 def compare(work: Path, states: Sequence[torch.Tensor], count: int) -> None:

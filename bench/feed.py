@@ -5,6 +5,8 @@ measured is the writer. The exponent table comes from the first two thirds of th
 """
 
 import itertools
+import math
+import uuid
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,7 +20,9 @@ from hashtap.exponents import TableBuilder
 from hashtap.facts import ShardFacts
 from hashtap.flight import Flight, Record
 from hashtap.identity import prompt_key
+from hashtap.ring_memory import RingMemory
 from hashtap.writer import Writer
+from hashtap.writers import Writers
 from hashtap_kernels.layout import HEADER, HEADER_BYTES, Geometry
 from hashtap_kernels.plan import Piece, plan_frames
 from hashtap_kernels.proof import header_check
@@ -28,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 HIDDEN = 576
 SEED = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 FORWARD = 8  # frames that come at a time: a forward holds several prompts, or 8,192 tokens of one
-BUFFER_BYTES = 32 << 20  # of all buffers: more than a core's cache, as a ring is
+RING_BYTES = 256 << 20  # of all buffers: more than a core's cache, and enough for two writers to have work
 
 
 class Feed:
@@ -53,19 +57,39 @@ class Feed:
         self.rows: npt.NDArray[np.uint16] = np.concatenate(shifted, axis=2)
         self.ids = np.arange(rows)
         frame = self._frame()
-        self._buffers = [np.tile(frame, (FORWARD, 1)) for _ in range(max(2, BUFFER_BYTES // (FORWARD * len(frame))))]
+        shape = max(2, RING_BYTES // (FORWARD * len(frame))), FORWARD, len(frame)
+        self._ring = RingMemory.create(math.prod(shape))
+        self._buffers = self._ring.bytes.reshape(shape)
+        self._buffers[:] = frame
         frames = [frame for buffer in self._buffers for frame in buffer]
         self.planes = [frame[HEADER_BYTES : HEADER_BYTES + self.rows.nbytes // 2] for frame in frames]
         self.rests = [frame[HEADER_BYTES + self.rows.nbytes // 2 :] for frame in frames]
-        self._free: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
-        for buffer in self._buffers:
-            self._free.put(buffer)
-        self._endless: Writer | None = None
+        self._free: SimpleQueue[int] = SimpleQueue()  # numbers of buffers
+        for number in range(len(self._buffers)):
+            self._free.put(number)
+        self._endless: Writers | Writer | None = None
         self._numbers = itertools.count(1)  # of what is sent; two threads never get the same
 
-    def open(self, directory: CaptureDirectory, threads: int, shard_bytes: int = 2 << 30) -> Writer:
-        """A writer for what :meth:`send` sends."""
-        facts = ShardFacts(
+    def open(self, directory: CaptureDirectory, writers: int, shard_bytes: int = 2 << 30) -> Writers:
+        """Writers for what :meth:`send` sends, each a process."""
+        options = {"codec": "zstd", "shard_bytes": shard_bytes, "seal_after_s": 3600.0}
+        facts = self._facts(directory)
+        return Writers(directory, facts, self._ring, processes=writers, threads=1, table=self._tables.table, **options)
+
+    def open_in_process(self, directory: CaptureDirectory) -> Writer:
+        """A writer on a thread of this process."""
+        return Writer(
+            directory,
+            self._facts(directory),
+            threads=1,
+            codec="zstd",
+            shard_bytes=2 << 30,
+            seal_after_s=3600,
+            tables=self._tables.by_id,
+        )
+
+    def _facts(self, directory: CaptureDirectory) -> ShardFacts:
+        return ShardFacts(
             model="SmolLM2-135M-Instruct",
             epoch="bench",
             boundaries=(2, 15, 27),
@@ -73,29 +97,20 @@ class Feed:
             geometry=self.geometry,
             seed=SEED,
             directory_uuid=directory.uuid,
-            writer=f"{threads:032x}",
+            writer=uuid.uuid4().hex,
             rank=0,
             versions={},
             server_flags={},
         )
-        return Writer(
-            directory,
-            facts,
-            threads=threads,
-            codec="zstd",
-            shard_bytes=shard_bytes,
-            seal_after_s=3600,
-            tables=self._tables.by_id,
-        )
 
-    def send(self, writer: Writer, count: int) -> None:
+    def send(self, writer: Writers | Writer, count: int) -> None:
         """Send ``count`` prompts of one frame, some whenever a buffer is free; returns when all are written."""
         for sent in range(0, count, FORWARD):
             self._send(writer, self._free.get(), min(FORWARD, count - sent))
         self._wait_for_all()
 
-    def keep_sending(self, writer: Writer) -> None:
-        """Send without end, each buffer again as soon as it is written, on the writer's own thread."""
+    def keep_sending(self, writer: Writers | Writer) -> None:
+        """Send without end, each buffer again as soon as it is written, on the thread that hears of it."""
         self._endless = writer
         while not self._free.empty():
             self._send(writer, self._free.get(), FORWARD)
@@ -105,10 +120,10 @@ class Feed:
         self._endless = None
         self._wait_for_all()
 
-    def _send(self, writer: Writer, buffer: npt.NDArray[np.uint8], count: int) -> None:
-        """Send the first frames of a buffer ``[FORWARD, bytes]``, under new keys."""
+    def _send(self, writer: Writers | Writer, at: int, count: int) -> None:
+        """Send the first frames of a buffer, under new keys."""
         frames = []
-        for frame in buffer[:count]:
+        for place, frame in enumerate(self._buffers[at, :count]):
             number = next(self._numbers)
             salt = str(number).encode()
             key = prompt_key(self.ids, salt)
@@ -116,18 +131,18 @@ class Feed:
             header["serial"], header["key"] = number, np.frombuffer(key, np.uint64)
             header["self_check"] = header_check(frame[:HEADER_BYTES].view(np.uint64))
             record = Record(number, key, self.ids, salt, captured=True)
-            frames.append((len(frames) * len(frame), len(frame), record))
-        writer.submit(Flight(buffer.reshape(-1), lambda: None, frames, lambda: self._give_back(buffer)))
+            frames.append(((at * FORWARD + place) * len(frame), len(frame), record))
+        writer.submit(Flight(self._ring.bytes, lambda: None, frames, lambda: self._give_back(at)))
 
-    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+    def _give_back(self, at: int) -> None:
         if self._endless is not None:
-            self._send(self._endless, buffer, FORWARD)
+            self._send(self._endless, at, FORWARD)
         else:
-            self._free.put(buffer)
+            self._free.put(at)
 
     def _wait_for_all(self) -> None:
-        for buffer in [self._free.get() for _ in self._buffers]:
-            self._free.put(buffer)
+        for number in [self._free.get() for _ in self._buffers]:
+            self._free.put(number)
 
     def _frame(self) -> npt.NDArray[np.uint8]:
         """What the kernel would write for a prompt of these rows."""

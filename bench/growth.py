@@ -40,8 +40,8 @@ WIDTHS = (576, 1152, 2304, 4608, 7168)
 LAYERS = (1, 2, 4, 8)
 PROMPT = 1024  # tokens, where width or layers vary
 PAYLOAD_BYTES = 96 << 20  # of a measurement there
-THREADS = (1, 2)
-FRAMES = 448  # of 4 x 576 x 256 that the threads write
+WRITERS = (1, 2)
+FRAMES = 448  # of 4 x 576 x 256 that the writers write
 SHARDS = (1, 8, 64, 300, 2400)
 LOOKUPS = 2000
 
@@ -138,8 +138,8 @@ def by_geometry(axis: str, points: Sequence[int], geometry_of: Callable[[int], G
     return curves(axis, points, measure, "CPU ns a payload byte")
 
 
-def threads() -> list[Curve]:
-    """What a thread of the writer takes for a raw GB: so many threads write as many times one over it in a second."""
+def writers() -> list[Curve]:
+    """What a writer takes for a raw GB: so many of them write as many times one over it in a second."""
     feed = Feed(MAX_FRAME_TOKENS)
     shards.check(feed)
 
@@ -148,7 +148,7 @@ def threads() -> list[Curve]:
             took_s = shards.write(feed, directory, count, FRAMES).took_s
         return (1e9 * count * took_s / (FRAMES * feed.rows.nbytes),)
 
-    return curves("writer threads", THREADS, measure, "thread seconds a raw GB")
+    return curves("writers", WRITERS, measure, "writer seconds a raw GB")
 
 
 def opening() -> list[Curve]:
@@ -191,7 +191,7 @@ AXES: dict[str, Callable[[], list[Curve]]] = {
     "prompt": prompt,
     "width": width,
     "layers": layers,
-    "threads": threads,
+    "writers": writers,
     "shards": opening,
 }
 

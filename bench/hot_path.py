@@ -68,11 +68,11 @@ class Launcher(Gather):
     def _run(self, *_: Any) -> None: ...
 
 
-def staged(*_: Any) -> StagedTransport:
+def staged(_device: str, _geometry: Geometry, memory: Any, *_: Any) -> StagedTransport:
     cuda = NoCuda()
     slots = [Slot(torch.empty(1 << 23, dtype=torch.uint8), cuda, cuda) for _ in range(2)]
     launcher = Launcher(GEOMETRY, "cpu", TOKENS[-1])
-    return StagedTransport(launcher, slots, torch.zeros(1 << 26, dtype=torch.uint8), (1, 2), cuda, lambda *_: None)
+    return StagedTransport(launcher, slots, torch.from_numpy(memory), (1, 2), cuda, lambda *_: None)
 
 
 def measure() -> Measured:

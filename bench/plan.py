@@ -54,7 +54,7 @@ def rates_of(small: Feed, large: Feed, small_s: float, large_s: float) -> Rates:
     )
     byte_s = (large_s - small_s) / (large.rows.nbytes - small.rows.nbytes)
     frame_s = small_s - byte_s * small.rows.nbytes
-    return Rates(prefill_tokens_per_s=1e12, thread=1 / byte_s, frame_s=frame_s, disk=1e12, pcie=1e15)
+    return Rates(prefill_tokens_per_s=1e12, writer=1 / byte_s, frame_s=frame_s, disk=1e12, pcie=1e15)
 
 
 def run(feed: Feed, raw_bytes: int) -> tuple[float, int]:
@@ -72,4 +72,4 @@ def forecast_of(feed: Feed, raw_bytes: int, rates: Rates) -> Forecast:
     """The same run, where prefill is never in the way."""
     rows = len(feed.rows)
     estimate = Estimate(raw_bytes // feed.rows.nbytes * rows, feed.geometry.layers, feed.geometry.hidden)
-    return Forecast(estimate, threads=1, prompt_tokens=rows, rates=rates)
+    return Forecast(estimate, writers=1, prompt_tokens=rows, rates=rates)

@@ -1,7 +1,7 @@
 """What shards cost: the writer beside bare zstd, reading, verifying, opening thousands of them, and memory.
 
 All of it with real states. No figure without right captures: what the writer wrote is verified in full, and compared
-with what it was given. Ratios are of runs that took turns. What one core does is measured in CPU time; two threads
+with what it was given. Ratios are of runs that took turns. What one core does is measured in CPU time; two
 against one by the best time of each, less what threads waited for a processor: whatever else runs only ever adds to it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from bench.clock import Clock
+from bench.clock import Clock, cpu_s, threads_of
 from bench.feed import Feed
 from bench.figures import Figure, Measured
 
@@ -72,11 +72,11 @@ def check(feed: Feed) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a writer took.
+    """What writers took.
 
     Attributes:
-        cpu_s: of all its threads.
-        took_s: until everything was written, less what its threads waited for a processor.
+        cpu_s: of their processes, and of what hands them their work.
+        took_s: until everything was written, less what the busiest one's thread waited for a processor.
         wall_s: until everything was sealed.
     """
 
@@ -85,24 +85,19 @@ class Written:
     wall_s: float
 
 
-def write(feed: Feed, directory: CaptureDirectory, threads: int, count: int) -> Written:
+def write(feed: Feed, directory: CaptureDirectory, writers: int, count: int) -> Written:
     """Write ``count`` frames."""
-    cpu, own, started = time.process_time(), time.thread_time(), time.perf_counter()
-    before = set(thread_ids())
-    writer = feed.open(directory, threads)
-    clocks = [Clock(number) for number in thread_ids() if number not in before]
+    writer = feed.open(directory, writers)
+    clocks = [Clock(number) for pid in writer.pids for number in threads_of(pid)[-1:]]
+    cpu, own, started = cpu_s(writer.pids), time.thread_time(), time.perf_counter()
     feed.send(writer, count)
     took_s = max(clock.seconds() for clock in clocks)
+    writer.drain()
+    wall_s, cpu = time.perf_counter() - started, cpu_s(writer.pids) - cpu - (time.thread_time() - own)
     writer.close()
     if writer.counters()["records"] != count:
         raise SystemExit(f"no figures without right captures: {writer.counters()}")
-    cpu_s = time.process_time() - cpu - (time.thread_time() - own)
-    return Written(cpu_s, took_s, time.perf_counter() - started)
-
-
-def thread_ids() -> list[int]:
-    """The threads of this process, as the kernel numbers them."""
-    return [thread.native_id or 0 for thread in threading.enumerate()]
+    return Written(cpu, took_s, wall_s)
 
 
 def bare_zstd(feed: Feed, count: int) -> float:
@@ -133,7 +128,7 @@ def bare_writing(feed: Feed, count: int) -> float:
 
 
 def writing(narrow: Feed, wide: Feed) -> Measured:
-    """The writer's CPU time beside bare zstd's, and two threads beside one."""
+    """The writer's CPU time beside bare zstd's, and two writers beside one."""
     shares: dict[str, list[float]] = {"4x576": [], "4x6912": []}
     ceilings: dict[str, list[float]] = {"4x576": [], "4x6912": []}
     took: dict[int, list[float]] = {1: [], 2: []}
@@ -143,20 +138,20 @@ def writing(narrow: Feed, wide: Feed) -> Measured:
             count = RAW_BYTES // ROUNDS // feed.rows.nbytes
             zstd = bare_zstd(feed, count)
             ceilings[name].append(zstd / bare_writing(feed, count))
-            for threads in (1, 2):
+            for writers in (1, 2):
                 with captures() as directory:
-                    written = write(feed, directory, threads, count)
+                    written = write(feed, directory, writers, count)
                 speed = count * feed.rows.nbytes / written.wall_s / 1e9
-                walls.setdefault(f"{name}, {threads} threads", []).append(speed)
-                if threads == 1:
+                walls.setdefault(f"{name}, {writers} writers", []).append(speed)
+                if writers == 1:
                     shares[name].append(zstd / written.cpu_s)
                 if feed is narrow:
-                    took[threads].append(written.took_s)
+                    took[writers].append(written.took_s)
     return Measured(
         [
             Figure("shards.writer_over_zstd_4x576", statistics.median(shares["4x576"]), 0.85, at_least=True),
             Figure("shards.writer_over_zstd_4x6912", statistics.median(shares["4x6912"]), 0.85, at_least=True),
-            Figure("shards.two_threads_over_one", min(took[1]) / min(took[2]), 1.8, at_least=True),
+            Figure("shards.two_writers_over_one", min(took[1]) / min(took[2]), 1.8, at_least=True),
         ],
         {
             "writer_over_zstd": shares,
@@ -318,17 +313,17 @@ def memory(feed: Feed) -> Measured:
     with captures() as directory:
         writer = feed.open(directory, 1, shard_bytes=64 << 20)
         feed.send(writer, count)
-        before = private_bytes()
+        before = private_bytes(writer.pids[0])
         feed.send(writer, 9 * count)
-        written = private_bytes() - before
+        written = private_bytes(writer.pids[0]) - before
         writer.close()
         reader = Reader(directory)
         out = np.empty_like(feed.rows)
         for number, capture in enumerate(reader):
             if number == count:
-                before = private_bytes()
+                before = private_bytes(os.getpid())
             capture.read_into(out)
-        read = private_bytes() - before
+        read = private_bytes(os.getpid()) - before
     return Measured(
         [
             Figure("shards.writer_growth_mb", written / 1e6, 10, at_least=False, unit="MB"),
@@ -337,9 +332,9 @@ def memory(feed: Feed) -> Measured:
     )
 
 
-def private_bytes() -> int:
-    """Memory of this process that is no file's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def private_bytes(pid: int) -> int:
+    """Memory of a process that is no file's and nobody else's."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise SystemExit("this kernel does not say what memory a process has")

@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as home:
         captures = Path(home) / "captures"
         feed = Feed(256, copies=7)
-        writer = feed.open(CaptureDirectory.create(captures), threads=1)
+        writer = feed.open(CaptureDirectory.create(captures), writers=1)
         feed.send(writer, SAMPLES)
         writer.close()
         shards = sum(path.stat().st_size for path in captures.glob("*.safetensors"))

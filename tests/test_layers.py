@@ -13,7 +13,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 
 # A module may import those of its own and of lower layers.
 LAYERS = [
-    {"errors", "logs", "config", "identity", "spans", "ring", "estimate", "forecast", "model_config"},
+    {"errors", "logs", "config", "identity", "spans", "ring", "ring_memory", "estimate", "forecast", "model_config"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "donors", "ledger", "arrival", "writer", "checks", "report", "verify"}
     | {
@@ -36,7 +36,8 @@ LAYERS = [
         "progress",
         "show",
     },
-    {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
+    {"writer_messages", "writer_process", "writer_child", "writers"}
+    | {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
     {"epoch", "layers", "final_states", "targets", "releases", "modes"}
     | {"rank", "handshake", "requests", "routes", "sglang_seam"},
     {"trainers", "bench"},

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from hashtap.ring_memory import RingMemory  # noqa: E402
 from hashtap.staging import Slot, StagedTransport, open_staged  # noqa: E402
 from hashtap_kernels.gather import NUM_WARPS, Gather, compile_constants, control_words  # noqa: E402
 from hashtap_kernels.gather_kernel import gather_kernel  # noqa: E402
@@ -211,13 +212,16 @@ class Way:
     def __init__(self, batch: Batch) -> None:
         self._range_bytes = -(-batch.plan.bytes // 4096) * 4096
         ring_bytes, stage_bytes = 2 * self._range_bytes, max(self._range_bytes, batch.geometry.frame_bytes(256))
+        self._ring = RingMemory.create(ring_bytes)
         if DRY:
             slots = [Slot(torch.empty(stage_bytes, dtype=torch.uint8), event(), event()) for _ in range(2)]
-            gather, ring = Gather(batch.geometry, DEVICE, len(batch.plan)), torch.empty(ring_bytes, dtype=torch.uint8)
+            gather, ring = Gather(batch.geometry, DEVICE, len(batch.plan)), torch.from_numpy(self._ring.bytes)
             gather.warm_up()
             self.transport = StagedTransport(gather, slots, ring, SEED, _Cpu(), torch.Tensor.copy_)
         else:
-            self.transport = open_staged(str(DEVICE), batch.geometry, ring_bytes, stage_bytes, len(batch.plan), SEED)
+            self.transport = open_staged(
+                str(DEVICE), batch.geometry, self._ring.bytes, stage_bytes, len(batch.plan), SEED
+            )
         self._turn = 0
 
     def send(

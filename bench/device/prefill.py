@@ -102,7 +102,7 @@ class Server:
             server_flags={},
         )
         ring_gib = 1 / 64 if DRY else 4
-        config = hashtap.CaptureConfig(capture_dir=str(path), capture_ring_gib=ring_gib, capture_threads=THREADS)
+        config = hashtap.CaptureConfig(capture_dir=str(path), capture_ring_gib=ring_gib, capture_writers=THREADS)
         self.session = Session(config, facts, directory, device=str(DEVICE), max_forward_tokens=self.tokens)
         self.captured = 0
 

@@ -1,4 +1,4 @@
-"""The writer, from frames to sealed shards: one thread beside bare zstd, two beside the disk; GB/s of states."""
+"""The writer, from frames to sealed shards: one process beside bare zstd, two beside the disk; GB/s of states."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ FRAMES = 200
 PIECE_BYTES = 2 << 20  # of one write, as a shard's
 
 
-def test_writer_one_thread(beside: Any, feed: Feed) -> None:
+def test_one_writer(beside: Any, feed: Feed) -> None:
     check(feed)
     with ExitStack() as directories:  # a new one each round, none removed before the last
         beside(
@@ -27,7 +27,7 @@ def test_writer_one_thread(beside: Any, feed: Feed) -> None:
         )
 
 
-def test_writer_two_threads(beside: Any, feed: Feed, captured: CaptureDirectory) -> None:
+def test_two_writers(beside: Any, feed: Feed, captured: CaptureDirectory) -> None:
     check(feed)
     reader = Reader(captured)
     stored = sum(shard.file_bytes for shard in reader.shards) * FRAMES // len(reader)

@@ -251,13 +251,13 @@ def _plan(
     ] = None,
     ratio: Annotated[float, typer.Option(help="Compression to reckon with.")] = RATIO,
     gpus: Annotated[
-        int | None, typer.Option(help="Reckon with time, disk and threads on so many GPUs too.", show_default=False)
+        int | None, typer.Option(help="Reckon with time, disk and writers on so many GPUs too.", show_default=False)
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that write: data-parallel ones.")] = 1,
-    threads: Annotated[int, typer.Option(help="Writer threads of a rank, --capture-threads.")] = 2,
+    writers: Annotated[int, typer.Option(help="Writers of a rank, --capture-writers.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Of a prompt, on average.")] = 1000,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of one GPU.")] = RATES.prefill_tokens_per_s,
-    thread_gb_per_s: Annotated[float, typer.Option(help="States that one writer thread takes.")] = RATES.thread / 1e9,
+    writer_gb_per_s: Annotated[float, typer.Option(help="States that one writer takes.")] = RATES.writer / 1e9,
     disk_gb_per_s: Annotated[float, typer.Option(help="What the disk takes.")] = RATES.disk / 1e9,
     pcie_gb_per_s: Annotated[float, typer.Option(help="From a GPU to the host.")] = RATES.pcie / 1e9,
     directory: Annotated[
@@ -273,8 +273,8 @@ def _plan(
     estimate = Estimate(int(tokens), layers, width or 0, ratio=ratio, directory=directory)
     forecast = None
     if gpus is not None:
-        rates = Rates(prefill_tokens_per_s, thread_gb_per_s * 1e9, disk=disk_gb_per_s * 1e9, pcie=pcie_gb_per_s * 1e9)
-        forecast = Forecast(estimate, gpus, ranks, threads, prompt_tokens, rates)
+        rates = Rates(prefill_tokens_per_s, writer_gb_per_s * 1e9, disk=disk_gb_per_s * 1e9, pcie=pcie_gb_per_s * 1e9)
+        forecast = Forecast(estimate, gpus, ranks, writers, prompt_tokens, rates)
     if as_json:
         numbers = {name: getattr(estimate, name) for name in ("token_bytes", "raw_bytes", "stored_bytes", "free_bytes")}
         print(json.dumps({**numbers, "fits": estimate.fits, "forecast": forecast and forecast.to_json()}))

@@ -57,7 +57,9 @@ class CaptureConfig:
     )
     capture_ring_gib: float = _option(4.0, "host memory of each writing rank for rows on their way to disk", float)
     capture_stage_mib: int = _option(512, "device memory of one staging slot; there are two", int)
-    capture_threads: int = _option(2, "threads that compress and write", int)
+    capture_writers: int = _option(
+        2, "processes that compress and write; with --capture-prefix-cache on, threads of one", int
+    )
     capture_codec: Literal["zstd", "none"] = _option("zstd", "lossless compression", choices=("zstd", "none"))
     capture_shard_gib: float = _option(2.0, "seal a shard at this size", float)
     capture_seal_after_s: float = _option(
@@ -74,7 +76,7 @@ class CaptureConfig:
         for key, low, high in (
             ("capture_ring_gib", 1 / 1024, 4096),
             ("capture_stage_mib", 1, 65536),
-            ("capture_threads", 1, 64),
+            ("capture_writers", 1, 64),
             ("capture_shard_gib", 1 / 1024, 1024),
             ("capture_seal_after_s", 0.05, 86400),
             ("capture_wait_s", 0, 86400),

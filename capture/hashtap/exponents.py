@@ -41,9 +41,17 @@ class TableBuilder:
             room[: len(exponents)] = exponents
             self._seen_rows += len(exponents)
             if self.table is None and self._seen_rows == len(self._seen):
-                table = _commonest(self._seen)
-                self._made[table_id(table)] = table
-                self.table = table
+                self._use(_commonest(self._seen))
+
+    def adopt(self, table: Table) -> None:
+        """Make this table, uint8 ``[L, H]``, the run's; one that was made before is still known by its id."""
+        with self._lock:
+            self._use(table)
+
+    def _use(self, table: Table) -> None:
+        self._made[table_id(table)] = table
+        self.table = table
+        self._seen = self._seen[:0].copy()
 
     def by_id(self, identity: int) -> Table:
         """The table with this id, uint8 ``[L, H]``.

@@ -13,7 +13,7 @@ from hashtap_kernels.proof import add_proofs, prompt_proof
 __all__ = ["Flight", "Record"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Record:
     """One pass of one request: what its frames must turn out to be. The writer keeps its progress on it.
 

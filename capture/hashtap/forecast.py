@@ -1,4 +1,4 @@
-"""How long a large extraction will take, how busy disk, PCIe and writer threads will be, and which of them limits it.
+"""How long a large extraction will take, how busy disk, PCIe and writers will be, and which of them limits it.
 
 Prefill sets the pace; every other part is given what it must carry a second as a share of what it can, its duty. A duty
 above 1 holds the prefill back, and the largest one says by how much.
@@ -24,7 +24,7 @@ class Rates:
 
     Attributes:
         prefill_tokens_per_s: of one GPU.
-        thread: raw bytes that one writer thread checks, compresses and writes; measured on a core of a Xeon server with
+        writer: raw bytes that one writer checks, compresses and writes; measured on a core of a Xeon server with
             real states.
         frame_s: seconds that it spends on each frame besides.
         disk: sequential writes, of one NVMe drive.
@@ -32,7 +32,7 @@ class Rates:
     """
 
     prefill_tokens_per_s: float = 5_000.0
-    thread: float = 0.7e9
+    writer: float = 0.7e9
     frame_s: float = 0.3e-3
     disk: float = 2.0e9
     pcie: float = 50e9
@@ -49,7 +49,7 @@ class Forecast:
 
     Args:
         ranks: that write: the data-parallel ones, as tensor-parallel ranks hold the same rows and only one writes.
-        threads: that write for each of them (``--capture-threads``).
+        writers: processes that write for each of them (``--capture-writers``).
         prompt_tokens: of a prompt, on average; a frame holds up to 256.
 
     Raises:
@@ -59,17 +59,15 @@ class Forecast:
     estimate: Estimate
     gpus: int = 1
     ranks: int = 1
-    threads: int = 2
+    writers: int = 2
     prompt_tokens: int = 1000
     rates: Rates = Rates()
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= self.gpus:
             raise UsageError(f"{self.ranks} ranks cannot write on {self.gpus} GPUs: give 1 to {self.gpus}")
-        if self.threads < 1 or self.prompt_tokens < 1:
-            raise UsageError(
-                f"{self.threads} writer threads, prompts of {self.prompt_tokens} tokens: give 1 or more of both"
-            )
+        if self.writers < 1 or self.prompt_tokens < 1:
+            raise UsageError(f"{self.writers} writers, prompts of {self.prompt_tokens} tokens: give 1 or more of both")
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -82,17 +80,17 @@ class Forecast:
         return self.prefill_tokens_per_s * self.estimate.token_bytes
 
     @property
-    def thread_bytes_per_s(self) -> float:
-        """What one writer thread takes of such prompts: frames that are not full take it longer for their bytes."""
+    def writer_bytes_per_s(self) -> float:
+        """What one writer takes of such prompts: frames that are not full take it longer for their bytes."""
         frames_per_token = math.ceil(self.prompt_tokens / MAX_FRAME_TOKENS) / self.prompt_tokens
-        return 1 / (1 / self.rates.thread + self.rates.frame_s * frames_per_token / self.estimate.token_bytes)
+        return 1 / (1 / self.rates.writer + self.rates.frame_s * frames_per_token / self.estimate.token_bytes)
 
     @property
     def duties(self) -> dict[str, float]:
         """The share that each part is busy at the pace of the prefill: above 1, it cannot keep up."""
         framed = 1 + ROW_SUM_BYTES / self.estimate.token_bytes
         return {
-            "writer threads": self.raw_bytes_per_s / (self.ranks * self.threads * self.thread_bytes_per_s),
+            "writers": self.raw_bytes_per_s / (self.ranks * self.writers * self.writer_bytes_per_s),
             "disk": self.raw_bytes_per_s / self.estimate.ratio / self.rates.disk,
             "PCIe": self.raw_bytes_per_s * framed / self.ranks / self.rates.pcie,
         }
@@ -114,13 +112,13 @@ class Forecast:
         return self.estimate.tokens / self.tokens_per_s
 
     @property
-    def threads_needed(self) -> int:
+    def writers_needed(self) -> int:
         """For each rank, so that they keep up with the prefill."""
-        return math.ceil(self.raw_bytes_per_s / self.ranks / self.thread_bytes_per_s)
+        return math.ceil(self.raw_bytes_per_s / self.ranks / self.writer_bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
         """The figures, as JSON takes them."""
-        names = ("seconds", "tokens_per_s", "prefill_tokens_per_s", "raw_bytes_per_s", "duties", "threads_needed")
+        names = ("seconds", "tokens_per_s", "prefill_tokens_per_s", "raw_bytes_per_s", "duties", "writers_needed")
         return {name: getattr(self, name) for name in (*names, "bottleneck")} | {"rates": asdict(self.rates)}
 
     def __str__(self) -> str:
@@ -129,7 +127,7 @@ class Forecast:
         overhead = f"{rates.frame_s * 1e3:g} ms a frame besides"
         assumed = [
             f"{self.gpus} GPUs of {rates.prefill_tokens_per_s:,.0f} prompt tokens/s each",
-            f"{self.threads} writer threads a writing rank, each of {rates.thread / 1e9:g} GB/s and {overhead}",
+            f"{self.writers} writers a writing rank, each of {rates.writer / 1e9:g} GB/s and {overhead}",
             f"the disk takes {rates.disk / 1e9:g} GB/s, PCIe {rates.pcie / 1e9:g} GB/s a GPU",
             f"ratio {estimate.ratio:g}",
             f"prompts of {self.prompt_tokens:,} tokens, each computed once and whole",
@@ -138,7 +136,7 @@ class Forecast:
             f"time: {_time(self.seconds)} at {self.tokens_per_s:,.0f} tokens/s",
             f"states: {raw:,.0f} MB/s, {raw / estimate.ratio:,.0f} MB/s on disk, at the pace of the prefill",
             f"busy at that pace: {', '.join(f'{name} {duty:.1%}' for name, duty in self.duties.items())}",
-            f"writer threads needed: {self.threads_needed} for each writing rank, of which there are {self.ranks}",
+            f"writers needed: {self.writers_needed} for each writing rank, of which there are {self.ranks}",
             f"bottleneck: {self.bottleneck}{slow}",
             f"assumed: {'; '.join(assumed)}",
         ]

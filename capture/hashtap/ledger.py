@@ -4,7 +4,7 @@ Not thread safe: the writer holds its lock around every call but :meth:`Ledger.a
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hashtap.flight import Record
 from hashtap.header import Header
@@ -16,13 +16,17 @@ __all__ = ["Ledger"]
 class Ledger:
     """The records of one writing run.
 
+    Args:
+        failed: is told of each record of which nothing comes.
+
     Attributes:
         duplicates: complete records whose key was listed already.
         doubled: records of which rows came twice.
         waste_bytes: stored bytes of frames that will belong to no record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[Record], None] = lambda _: None) -> None:
+        self._failed = failed
         self.duplicates = 0
         self.doubled = 0
         self.waste_bytes = 0
@@ -104,6 +108,7 @@ class Ledger:
         """No record comes of it or of those that wait for it: their frames are waste, and later ones are dropped."""
         if not record.failed:
             record.failed = True
+            self._failed(record)
             self.waste_bytes += record.stored_bytes
             self._open.pop(record.serial, None)
             waiting = self._waiting.pop(record.key, [])

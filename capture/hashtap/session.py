@@ -10,20 +10,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
 from hashtap.donors import Donors
 from hashtap.errors import SetupError
-from hashtap.exponents import TableBuilder
+from hashtap.flight import Flight, Record
 from hashtap.identity import NEEDS_RECOMPUTE, TokenIds, as_token_ids, prompt_key
 from hashtap.logs import log
 from hashtap.ring import Ring
+from hashtap.ring_memory import RingMemory
 from hashtap.shard import ShardFacts
 from hashtap.spans import prompt_spans
 from hashtap.transport import Transport, open_transport
-from hashtap.writer import Flight, Record, Writer
+from hashtap.writers import Writers
 from hashtap_kernels.plan import OFFSET, SERIAL, FramePlan, Piece, plan_frames
 
 __all__ = ["Batch", "Session", "Tracked"]
@@ -62,7 +64,7 @@ class Tracked:
     reason: str | None = None
     rows: int = 0  # prompt rows taken or shared so far, always a prefix of the prompt
     # Forgets the frames of the present pass unless it is whole; at the latest when this object dies.
-    ending: "weakref.finalize[[Writer, Record, dict[str, int]], Tracked] | None" = None
+    ending: "weakref.finalize[[Writers, Record, dict[str, int]], Tracked] | None" = None
 
 
 class Session:
@@ -76,7 +78,7 @@ class Session:
         max_forward_tokens: the most prompt rows that one forward can bring.
 
     Raises:
-        SetupError: when the ring is too small for two forwards, or its memory cannot be had.
+        SetupError: when the ring is too small for two forwards, its memory cannot be had, or no writer can be started.
     """
 
     def __init__(
@@ -100,18 +102,24 @@ class Session:
                 f"--capture-ring-gib {config.capture_ring_gib:g} holds less than two forwards of {max_forward_tokens} "
                 f"tokens: give at least {2 * self._forward_bytes / 2**30:.3f}, or a smaller --chunked-prefill-size"
             )
-        self._transport: Transport = open_transport(device, facts.geometry, config, max_forward_tokens, facts.seed)
+        memory = RingMemory.create(config.ring_bytes)
+        self._transport: Transport = open_transport(
+            device, facts.geometry, memory.bytes, config.stage_bytes, max_forward_tokens, facts.seed
+        )
         self._ring = Ring(config.ring_bytes)
-        self._tables = TableBuilder(facts.geometry)
-        self._writer = Writer(
+        # A record and its donor must be with one writer.
+        processes, threads = config.capture_writers, 1
+        if config.capture_prefix_cache == "on":
+            processes, threads = threads, processes
+        self._writers = Writers(
             directory,
             facts,
-            threads=config.capture_threads,
+            memory,
+            processes=processes,
+            threads=threads,
             codec=config.capture_codec,
             shard_bytes=config.shard_bytes,
             seal_after_s=config.capture_seal_after_s,
-            observe=self._tables.observe,
-            tables=self._tables.by_id,
         )
         self._donors = Donors() if config.capture_prefix_cache == "on" else None
         self._tracked: weakref.WeakValueDictionary[str, Tracked] = weakref.WeakValueDictionary()
@@ -196,19 +204,19 @@ class Session:
         for tracked in list(self._tracked.values()):
             if tracked.state == "capturing" and tracked.rows:
                 self._fail(tracked, "incomplete", "the weights were updated between two chunks")
-        self._writer.drain()
+        self._writers.drain()
         if self._donors is not None:
             self._donors.clear()
         self.facts = replace(self.facts, epoch=epoch)
-        self._writer.set_facts(self.facts)
+        self._writers.set_facts(self.facts)
 
     def counters(self) -> dict[str, int]:
         """What has been counted since the start, the writer's counters included."""
-        return {**self._counts, **self._writer.counters(), "ring_used_bytes": self._ring.used_bytes}
+        return {**self._counts, **self._writers.counters(), "ring_used_bytes": self._ring.used_bytes}
 
     def close(self) -> None:
         """Write and seal everything that was captured. May wait."""
-        self._writer.close()
+        self._writers.close()
 
     def _sources(self, batch: Batch) -> list[Any]:
         """The L tensors ``[>= T, H]`` of a batch; their number is checked here, each by the kernel's contract."""
@@ -261,20 +269,19 @@ class Session:
     ) -> None:
         offset = self._ring.take(plan.bytes)
         if offset is None:
-            trouble = self._writer.trouble
+            trouble = self._writers.trouble
             reason = f"the ring was full: {trouble}" if trouble else "the ring was full"
             log.warning("prompts are dropped: %s", reason)
             for tracked, _ in taking:
                 self._fail(tracked, "dropped", reason)
             return
-        memory = self._transport.memory[offset : offset + plan.bytes]
         wait = self._transport.send(
             sources,
             batch.input_ids,
             batch.positions,
             plan,
             offset,
-            table=self._tables.table,
+            table=self._writers.table,
             forward=next(self._forwards),
         )
         for tracked, tokens in taking:
@@ -285,19 +292,21 @@ class Session:
                 if self._donors is not None:
                     self._donors.add(tracked.record)
                 self._counts["captured"] += 1
-        self._writer.submit(Flight(memory, wait, _frames(plan, records), release=lambda: self._ring.give_back(offset)))
+        frames = _frames(plan, records, offset)
+        release = partial(self._ring.give_back, offset)
+        self._writers.submit(Flight(self._transport.memory, wait, frames, release))
 
     def _begin_pass(self, tracked: Tracked, record: Record) -> None:
         """From here on the request's frames carry the record's serial; those of an earlier pass are waste."""
         self._end_pass(tracked)
         tracked.record = record
-        tracked.ending = weakref.finalize(tracked, _died, self._writer, record, self._counts)
+        tracked.ending = weakref.finalize(tracked, _died, self._writers, record, self._counts)
         tracked.ending.atexit = False  # at exit the writer seals what is whole and leaves the rest
 
     def _end_pass(self, tracked: Tracked) -> None:
         """No more rows will come under the present serial."""
         if tracked.ending is not None and tracked.ending.detach() and not tracked.record.captured:
-            self._writer.abandon(tracked.record.serial)
+            self._writers.abandon(tracked.record)
 
     def _fail(self, tracked: Tracked, state: str, reason: str) -> None:
         """The request gets no record; its receipt will say why."""
@@ -316,15 +325,15 @@ class Session:
         }
 
 
-def _died(writer: Writer, record: Record, counts: dict[str, int]) -> None:
+def _died(writers: Writers, record: Record, counts: dict[str, int]) -> None:
     """The server forgot a request that was neither captured nor failed: it was aborted."""
     if not record.captured:
         counts["aborted"] += 1
-        writer.abandon(record.serial)
+        writers.abandon(record)
 
 
-def _frames(plan: FramePlan, records: dict[int, Record]) -> Iterator[tuple[int, int, Record]]:
-    """``(offset, frame_bytes, record)`` of each frame; consumed by the writer, off the scheduler's thread."""
+def _frames(plan: FramePlan, records: dict[int, Record], start: int) -> Iterator[tuple[int, int, Record]]:
+    """``(offset in the ring, frame_bytes, record)`` of each frame; consumed off the scheduler's thread."""
     offsets, serials = plan.descriptors[:, OFFSET], plan.descriptors[:, SERIAL]
     for offset, size, serial in zip(offsets.tolist(), plan.frame_bytes.tolist(), serials.tolist(), strict=True):
-        yield offset, size, records[serial]
+        yield start + offset, size, records[serial]

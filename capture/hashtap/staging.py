@@ -5,23 +5,22 @@ time and not for the link's. Nothing here waits: the forward's stream waits on t
 slots are still being copied, the writer's thread waits for the event of a flight.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hashtap.errors import SetupError
+from hashtap.ring_memory import Bytes
 from hashtap_kernels.layout import Geometry
 from hashtap_kernels.plan import FramePlan
 
 __all__ = ["Cuda", "GatherLaunch", "Slot", "StagedTransport", "open_staged"]
 
-Bytes = npt.NDArray[np.uint8]
 SLOTS = 2
 DEVICE_SHARE = 8  # staging may take one part in so many of the device's memory
 
@@ -132,9 +131,11 @@ class StagedTransport:
 
 
 def open_staged(
-    device: str, geometry: Geometry, ring_bytes: int, stage_bytes: int, max_forward_tokens: int, seed: tuple[int, int]
+    device: str, geometry: Geometry, memory: Bytes, stage_bytes: int, max_forward_tokens: int, seed: tuple[int, int]
 ) -> StagedTransport:
-    """Allocate ring and staging for a GPU and compile the kernels; call it before the KV cache is sized.
+    """Pin the ring, allocate staging and compile the kernels for a GPU; call it before the KV cache is sized.
+
+    The arguments are those of :func:`hashtap.transport.open_transport`.
 
     Raises:
         SetupError: when the memory cannot be had, or staging would take too much of the device.
@@ -152,15 +153,16 @@ def open_staged(
             f"--capture-stage-mib {stage_bytes >> 20} is less than one frame of {geometry.frame_bytes(256)} bytes: "
             "give more"
         )
-    try:
-        ring = torch.empty(ring_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        raise SetupError(
-            f"--capture-ring-gib {ring_bytes / 2**30:g} of pinned memory cannot be had ({error}): give a smaller ring, "
-            "or raise the limit on locked memory (ulimit -l)"
-        ) from error
     cuda: Cuda = torch.cuda
     with torch.cuda.device(device):
+        ring = torch.from_numpy(memory)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(ring.data_ptr(), ring.nbytes, 0)
+        if int(status) != 0:
+            raise SetupError(
+                f"--capture-ring-gib {ring.nbytes / 2**30:g} of memory cannot be pinned ({status}): give a smaller "
+                "ring, or raise the limit on locked memory (ulimit -l)"
+            )
         slots = [
             Slot(torch.empty(stage_bytes, dtype=torch.uint8, device=device), cuda.Event(), cuda.Event())
             for _ in range(SLOTS)
@@ -168,7 +170,10 @@ def open_staged(
         gather = Gather(geometry, device, max_forward_tokens)
         gather.warm_up()
         torch.cuda.synchronize()
-    return StagedTransport(gather, slots, ring, seed, cuda, _copy)
+    transport = StagedTransport(gather, slots, ring, seed, cuda, _copy)
+    # Memory that is unmapped while it is pinned could not be pinned again.
+    weakref.finalize(transport, runtime.cudaHostUnregister, ring.data_ptr()).atexit = False
+    return transport
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -4,27 +4,20 @@ The session asks a transport to write the frames of one forward into a range of 
 a function that waits until they are there. On a CPU the reference writes them in place.
 """
 
-import mmap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from hashtap.config import CaptureConfig
 from hashtap.errors import SetupError
+from hashtap.ring_memory import Bytes
 from hashtap_kernels import gather_reference
 from hashtap_kernels.layout import Geometry
 from hashtap_kernels.plan import FramePlan
 
 __all__ = ["HostTransport", "Transport", "open_transport"]
 
-Bytes = npt.NDArray[np.uint8]
-
 
 class Transport(Protocol):
-    """Writes frames into host memory that it owns."""
+    """Writes frames into the ring."""
 
     memory: Bytes
     """The ring's memory, uint8 ``[ring_bytes]``."""
@@ -60,10 +53,10 @@ class Transport(Protocol):
 
 
 class HostTransport:
-    """For states that lie in host memory: the reference copies them straight into the ring."""
+    """For states that lie in host memory: the reference copies them straight into the ring's ``memory``."""
 
-    def __init__(self, geometry: Geometry, ring_bytes: int, seed: tuple[int, int]) -> None:
-        self.memory = _resident_memory(ring_bytes)
+    def __init__(self, geometry: Geometry, memory: Bytes, seed: tuple[int, int]) -> None:
+        self.memory = memory
         self._geometry = geometry
         self._seed = seed
 
@@ -97,45 +90,27 @@ class HostTransport:
 
 
 def open_transport(
-    device: str, geometry: Geometry, config: CaptureConfig, max_forward_tokens: int, seed: tuple[int, int]
+    device: str, geometry: Geometry, memory: Bytes, stage_bytes: int, max_forward_tokens: int, seed: tuple[int, int]
 ) -> Transport:
     """The transport for states on ``device``, ``cpu`` or ``cuda[:n]``. Call it before the KV cache is sized.
 
+    Args:
+        memory: the ring's, uint8 ``[ring_bytes]``.
+        stage_bytes: device memory of one staging slot.
+        max_forward_tokens: the most prompt rows that one forward can bring.
+        seed: of the proofs.
+
     Raises:
-        SetupError: when the device is not supported or memory cannot be had.
+        SetupError: when the device is not supported, or its memory cannot be had.
     """
     if device == "cpu":
-        return HostTransport(geometry, config.ring_bytes, seed)
+        return HostTransport(geometry, memory, seed)
     if device.split(":")[0] != "cuda":
         raise SetupError(f"states on {device!r} cannot be captured: hashtap knows cuda and cpu")
     from hashtap.staging import open_staged
 
-    return open_staged(device, geometry, config.ring_bytes, config.stage_bytes, max_forward_tokens, seed)
+    return open_staged(device, geometry, memory, stage_bytes, max_forward_tokens, seed)
 
 
 def _already_there() -> None:
     """The reference is done when it returns."""
-
-
-def _resident_memory(size_bytes: int) -> Bytes:
-    """Memory that is there from the start, so that it neither grows while serving nor fails late."""
-    free_bytes = _available_bytes()
-    if size_bytes > free_bytes:
-        raise SetupError(
-            f"--capture-ring-gib {size_bytes / 2**30:g} asks for more than the {free_bytes / 2**30:.1f} GiB of memory "
-            "that are free: give a smaller ring"
-        )
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    try:
-        return np.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), np.uint8)
-    except (OSError, ValueError) as error:
-        raise SetupError(
-            f"--capture-ring-gib {size_bytes / 2**30:g} cannot be had ({error}): give a smaller ring"
-        ) from error
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise SetupError("/proc/meminfo does not tell how much memory is free: hashtap captures on Linux only")

@@ -35,12 +35,14 @@ from hashtap.shard import MAX_FRAMES
 from hashtap.shard_file import ShardFile
 from hashtap_kernels.layout import HEADER_BYTES, Payload
 
-__all__ = ["Flight", "Record", "Writer"]
+__all__ = ["COUNTS", "Flight", "Record", "Writer"]
 
 _COUNTS = (
     *("records", "rows", "raw_bytes", "stored_bytes", "shards", "seal_ms"),
     *("failed_proofs", "bad_frames", "write_errors"),
 )
+COUNTS = (*_COUNTS, "duplicates", "waste_bytes", "queue")
+"""The names of :meth:`Writer.counters`."""
 
 _OLDEST = 12
 """A shard that goes on getting rows is sealed after so many times ``seal_after_s``: with the defaults, a minute."""
@@ -71,6 +73,7 @@ class Writer:
         seal_after_s: … or when so long no row was added, or it has been open for 12 times as long.
         observe: is given the values uint16 ``[n, L, H]`` of each RAW frame of a two-byte type, to make a table from.
         tables: gives the reference-exponent table of an id; KeyError when there is none.
+        failed: is told of each record of which nothing comes; it must not wait.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Writer:
         seal_after_s: float,
         observe: Callable[[npt.NDArray[np.uint16]], None] | None = None,
         tables: Callable[[int], Table],
+        failed: Callable[[Record], None] = lambda _: None,
     ) -> None:
         self._directory = directory
         self._facts = facts
@@ -112,7 +116,7 @@ class Writer:
         self._drains = 0  # calls that wait for the end of all writing: a disk is not waited for then
         self._closing = False
         self._counts = dict.fromkeys(_COUNTS, 0)
-        self._ledger = Ledger()
+        self._ledger = Ledger(failed)
         self._threads = [
             threading.Thread(target=self._run, name=f"hashtap-writer-{i}", daemon=True) for i in range(threads)
         ]

@@ -367,7 +367,7 @@ def test_plan_reckons_with_time_and_what_is_busy(tmp_path: Path, hashtap: Hashta
     config = tmp_path / "config.json"
     shape = {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840}
     config.write_text(json.dumps({"text_config": shape}))
-    asked = ("plan", "--model-config", config, "--tokens", "87.8e6", "--gpus", 8, "--threads", 4)
+    asked = ("plan", "--model-config", config, "--tokens", "87.8e6", "--gpus", 8, "--writers", 4)
     code, out, _ = hashtap(*asked)
     assert code == 0
     for text in ("87,800,000 tokens: 5.03 TB of states", "time: 37 min at 40,000 tokens/s", "bottleneck: prefill"):

@@ -16,7 +16,7 @@ FULL = {
     "capture_layers": (0, 15, 27),
     "capture_requests": "all",
     "capture_ring_gib": 0.5,
-    "capture_threads": 3,
+    "capture_writers": 3,
     "capture_codec": "none",
     "capture_when_full": "drop",
 }
@@ -50,9 +50,9 @@ def test_environment_carries_every_option() -> None:
 
 
 def test_a_flag_beats_its_twin() -> None:
-    environ = {"HASHTAP_CAPTURE_DIR": "/twin", "HASHTAP_CAPTURE_THREADS": "5"}
+    environ = {"HASHTAP_CAPTURE_DIR": "/twin", "HASHTAP_CAPTURE_WRITERS": "5"}
     config = parse("--capture-dir", "/flag", environ=environ)
-    assert config == CaptureConfig(capture_dir="/flag", capture_threads=5)
+    assert config == CaptureConfig(capture_dir="/flag", capture_writers=5)
 
 
 def test_help_has_a_group_of_its_own() -> None:
@@ -67,8 +67,8 @@ def test_help_has_a_group_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--capture-threads", "x"], "--capture-threads 'x' is not INT"),
-        (["--capture-threads", "0"], "--capture-threads 0 is out of range"),
+        (["--capture-writers", "x"], "--capture-writers 'x' is not INT"),
+        (["--capture-writers", "0"], "--capture-writers 0 is out of range"),
         (["--capture-ring-gib", "nan"], "--capture-ring-gib nan is out of range"),
         (["--capture-final", "before"], "--capture-final 'before': choose from post, pre, both"),
         (["--capture-layers", "2", "2", "3"], "--capture-layers 2 2 3: give 1 to 7 different boundaries"),
@@ -84,8 +84,8 @@ def test_bad_values_name_the_option(words: list[str], message: str) -> None:
 
 
 def test_options_without_a_directory() -> None:
-    with pytest.raises(UsageError, match="--capture-threads is given without --capture-dir"):
-        parse("--capture-threads", "2")
+    with pytest.raises(UsageError, match="--capture-writers is given without --capture-dir"):
+        parse("--capture-writers", "2")
 
 
 def test_unknown_twin() -> None:
@@ -110,10 +110,10 @@ def test_enable_names_unknown_keys() -> None:
     with pytest.raises(UsageError, match="no option 'capture_layer'"):
         hashtap.enable(capture_dir="/data", capture_layer=[1])
     with pytest.raises(UsageError, match="needs capture_dir"):
-        hashtap.enable(capture_threads=1)
+        hashtap.enable(capture_writers=1)
 
 
 def test_a_child_captures_only_if_told_so() -> None:
-    outer = {"PATH": "/bin", "HASHTAP_CAPTURE_DIR": "/data", "HASHTAP_CAPTURE_THREADS": "3", "HASHTAP_API_KEY": "k"}
+    outer = {"PATH": "/bin", "HASHTAP_CAPTURE_DIR": "/data", "HASHTAP_CAPTURE_WRITERS": "3", "HASHTAP_API_KEY": "k"}
     assert child_environment({}, outer) == {"PATH": "/bin", "HASHTAP_API_KEY": "k"}
     assert child_environment({"HASHTAP_CAPTURE_DIR": "/own"}, outer)["HASHTAP_CAPTURE_DIR"] == "/own"

@@ -5,12 +5,14 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.capture.build import Host, states_of
 from tests.capture.test_session import Host as SessionHost
+from tests.server.waiting import group_ended, wait_until
 
 from hashtap.directory import CaptureDirectory
 from hashtap.identity import prompt_key
@@ -95,16 +97,23 @@ QUICK = 12
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow if n >= QUICK else ()) for n in ANY_TIME])
 def test_a_session_that_dies_at_any_time(tmp_path: Path, number: int) -> None:
-    """It is restarted and sent again what is missing: then each prompt is there exactly once, and right."""
+    """It is restarted and sent again what is missing: then each prompt is there exactly once, and right.
+
+    Its writers die with it, as when SGLang ends, or go on until they have sealed what they were given.
+    """
     prompts = [[number, n] * (1 + n % 150) for n in range(120)]
     path = tmp_path / "captures"
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         serve(path, prompts)
         os._exit(0)
-    time.sleep(random.Random(number).uniform(0.0, 0.3))
-    os.kill(child, signal.SIGKILL)
+    with suppress(PermissionError, ProcessLookupError):  # whoever comes first
+        os.setpgid(child, child)
+    time.sleep(random.Random(number).uniform(0.0, 1.0))
+    (os.killpg if number % 2 else os.kill)(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    wait_until(lambda: group_ended(child), 20, "its writers to end")
     directory = CaptureDirectory.create(path)
     assert verify(path).problems in ([], [Problem("missing", f"there is no sealed shard in {path}")])
     recover(directory)

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,6 +16,7 @@ from hashtap.config import CaptureConfig
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import SetupError
 from hashtap.exponents import TABLE_ROWS
+from hashtap.flight import Flight
 from hashtap.header import parse_header
 from hashtap.identity import NEEDS_RECOMPUTE, prompt_key
 from hashtap.session import Batch, Session, Tracked
@@ -147,16 +149,16 @@ def test_batches_chunks_and_strangers(tmp_path: Path, packed: bool) -> None:
     assert len(kept) == 3
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPE)
-def test_planes_take_over_after_the_table(tmp_path: Path, dtype: Dtype) -> None:
-    """One table a run, from 1,024 rows or more; every frame before it is RAW, every one after it PLANES."""
-    host = Host(tmp_path, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "writers"), [*((dtype, 1) for dtype in TORCH_DTYPE), (Dtype.BF16, 2)])
+def test_planes_take_over_after_the_table(tmp_path: Path, dtype: Dtype, writers: int) -> None:
+    """One table a run, from 1,024 rows of a writer; every frame before it is RAW, every one after it PLANES."""
+    host = Host(tmp_path, dtype=dtype, capture_writers=writers)
     prompts = [prompt(seed, 400) for seed in range(8)]
     kept = []
     for number, ids in enumerate(prompts):
         kept.append(host.admit(str(number), ids))
         host.forward((str(number), ids, 0))
-        host.session._writer.drain()  # so that no frame is on its way when the table is made
+        host.session._writers.drain()  # so that no frame is on its way when the table is made
     reader = host.close()
     assert len(reader) == 8
     for ids in prompts:
@@ -170,9 +172,9 @@ def test_planes_take_over_after_the_table(tmp_path: Path, dtype: Dtype) -> None:
         assert not planes
         return
     assert sum(header.tokens for header in raw) >= TABLE_ROWS == 1024
-    assert sum(header.tokens for header in raw if header.forward < raw[-1].forward) < 1024
-    assert len(planes) == 2 * 5
-    table = host.session._tables.table
+    assert sum(header.tokens for header in raw if header.forward < raw[-1].forward) < 1024 * writers
+    assert len(planes) == 2 * 5 if writers == 1 else planes
+    table = host.session._writers.table
     assert table is not None
     assert {header.table for header in planes} == {table_id(table)}
     # The shards of the frames that name it hold it, and those before do not.
@@ -189,9 +191,13 @@ def test_each_forward_lies_in_one_range_of_the_ring_header_first(
     """By address: a prompt of one forward is one range, a chunked one a range for each of its forwards."""
     host = Host(tmp_path, dtype=dtype, forward_tokens=700)
     ring, geometry = host.session._transport.memory, host.session.facts.geometry
-    flights: list[Any] = []
-    submit = host.session._writer.submit
-    monkeypatch.setattr(host.session._writer, "submit", flights.append)  # so that no range is given back yet
+    flights: list[Flight] = []
+    submit = host.session._writers.submit
+
+    def hold_back(flight: Flight) -> None:  # so that no range is given back yet
+        flights.append(replace(flight, frames=list(flight.frames)))
+
+    monkeypatch.setattr(host.session._writers, "submit", hold_back)
     prompts = {"short": prompt(1, 7), "whole": prompt(2, 600), "chunked": prompt(3, 650)}
     kept = {rid: host.admit(rid, ids) for rid, ids in prompts.items()}
     chunked = prompts["chunked"]
@@ -202,7 +208,9 @@ def test_each_forward_lies_in_one_range_of_the_ring_header_first(
     rid_of = {tracked.record.key: rid for rid, tracked in kept.items()}
     ranges: list[tuple[str, int, int]] = []  # prompt, address, end; frames that touch are one range
     for flight in flights:
-        address, end = flight.buffer.ctypes.data, flight.buffer.ctypes.data + flight.buffer.nbytes
+        frames = [(offset, offset + size) for offset, size, _ in flight.frames]
+        assert flight.buffer is ring
+        address, end = ring.ctypes.data + frames[0][0], ring.ctypes.data + frames[-1][1]
         assert ring.ctypes.data <= address < end <= ring.ctypes.data + ring.nbytes
         assert address % 4096 == ring.ctypes.data % 4096
         forward = len(ranges)

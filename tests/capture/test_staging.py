@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.capture.test_session import HIDDEN, LAYERS, Host, assert_captured, prompt
 
+from hashtap.ring_memory import Bytes
 from hashtap.staging import Slot, StagedTransport
 from hashtap.transport import HostTransport, Transport
 from hashtap_kernels import gather_reference
@@ -124,10 +125,10 @@ class RecordingDevice:
 
 
 def transport(
-    device: RecordingDevice, stage_bytes: int, ring_bytes: int = 1 << 20, seed: tuple[int, int] = SEED
+    device: RecordingDevice, stage_bytes: int, memory: Bytes | None = None, seed: tuple[int, int] = SEED
 ) -> StagedTransport:
     slots = [Slot(torch.zeros(stage_bytes, dtype=torch.uint8), Event(device), Event(device)) for _ in range(2)]
-    ring = torch.full((ring_bytes,), 0xA5, dtype=torch.uint8)
+    ring = torch.from_numpy(np.empty(1 << 20, np.uint8) if memory is None else memory).fill_(0xA5)
     return StagedTransport(device, slots, ring, seed, device, device.copy)
 
 
@@ -197,21 +198,17 @@ def test_a_forward_larger_than_a_slot_takes_several_launches() -> None:
 @pytest.mark.parametrize("beyond", [1, 64, 1 << 20])
 def test_frames_past_the_end_of_the_ring_are_refused(transport_of: str, beyond: int) -> None:
     device = RecordingDevice(random.Random(5))
-    ring_bytes = 1 << 16
+    memory = np.zeros(1 << 16, np.uint8)
     to_ring: Transport
-    to_ring = (
-        transport(device, 1 << 16, ring_bytes)
-        if transport_of == "staged"
-        else HostTransport(GEOMETRY, ring_bytes, SEED)
-    )
+    to_ring = transport(device, 1 << 16, memory) if transport_of == "staged" else HostTransport(GEOMETRY, memory, SEED)
     before = to_ring.memory.copy()
     sources, ids, positions, plan = forward_of(0, 100)
-    offset = ring_bytes - plan.bytes + beyond
+    offset = len(memory) - plan.bytes + beyond
     with pytest.raises(ValueError, match="bytes"):
         to_ring.send(sources, ids, positions, plan, offset, table=None, forward=0)
     assert device.log == []
     assert np.array_equal(to_ring.memory, before)
-    to_ring.send(sources, ids, positions, plan, ring_bytes - plan.bytes, table=None, forward=0)()
+    to_ring.send(sources, ids, positions, plan, len(memory) - plan.bytes, table=None, forward=0)()
     assert not np.array_equal(to_ring.memory, before)
 
 
@@ -230,11 +227,11 @@ def test_a_session_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     device = RecordingDevice(random.Random(seed), Geometry(LAYERS, HIDDEN))
     monkeypatch.setattr(
         "hashtap.session.open_transport",
-        lambda _device, geometry, config, _tokens, seed: transport(
-            device, 2 * geometry.frame_bytes(256), config.ring_bytes, seed
+        lambda _device, geometry, memory, _stage_bytes, _tokens, seed: transport(
+            device, 2 * geometry.frame_bytes(256), memory, seed
         ),
     )
-    host = Host(tmp_path, forward_tokens=1500, capture_ring_gib=0.0015, capture_threads=1)
+    host = Host(tmp_path, forward_tokens=1500, capture_ring_gib=0.0015, capture_writers=1)
     prompts = [prompt(number, device.choice.randint(1, 1500)) for number in range(20)]
     kept = []
     held_back = 0
@@ -250,7 +247,7 @@ def test_a_session_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(reader) == 20
     for ids in prompts:
         assert_captured(reader, ids)
-    assert host.session._tables.table is not None
+    assert host.session._writers.table is not None
     counts = host.session.counters()
     assert (counts["bad_frames"], counts["failed_proofs"], counts["ring_used_bytes"]) == (0, 0, 0)
 

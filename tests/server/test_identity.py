@@ -39,7 +39,7 @@ def test_warm_up_and_health_checks_are_not_captured(llama: Served) -> None:
         assert httpx.get(f"{llama.server.url}/health", timeout=30).status_code == 200
     after = counters(llama)
     # The warm-up came first of all; the health checks between the two looks.
-    assert after - before == Counter()
+    assert (after - before)["admitted"] == 0
     assert shards(llama) == files
     assert prompt_key([0]) not in Reader(llama.captures)
 
@@ -103,7 +103,7 @@ def test_only_tagged_prompts_are_captured(llama: Served) -> None:
     answer = llama.server.generate(prompt, custom_params=None)
     assert answer["meta_info"].get("hashtap") is None
     assert llama.server.generate(prompt, custom_params={"hashtap": False})["meta_info"].get("hashtap") is None
-    assert counters(llama) - before == Counter()
+    assert (counters(llama) - before)["admitted"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,368 @@
+"""The writers of a capturing rank, each a process of its own, seen from the server.
+
+A thread hands each forward to the writers once its bytes are in the ring, another hears what they say. All passes of
+one key go to the same writer, which so finds duplicates by itself and lists a whole record in its own shards.
+
+A writer that dies takes with it the forwards that it had not written. Its passes fail, which their clients find out
+when no seal comes; what it left on disk is recovered, and another one takes its place.
+"""
+
+import itertools
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
+from typing import Any
+
+from hashtap.directory import CaptureDirectory
+from hashtap.errors import HashtapError, SetupError
+from hashtap.facts import ShardFacts
+from hashtap.flight import Flight, Record
+from hashtap.frame import Table
+from hashtap.logs import log
+from hashtap.recover import recover
+from hashtap.ring_memory import RingMemory
+from hashtap.writer import COUNTS
+from hashtap.writer_child import WriterChild
+from hashtap.writer_messages import (
+    Abandon,
+    Close,
+    Done,
+    Drain,
+    Failed,
+    Forward,
+    Log,
+    NewPass,
+    NewTable,
+    Released,
+    SetFacts,
+    Start,
+    State,
+)
+
+__all__ = ["Writers"]
+
+RESTART_S = 5.0
+"""The least time between two starts of the same writer."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A forward that is not written yet."""
+
+    writers: int  # that still need its bytes, the sender's thread included
+    release: Callable[[], None]
+
+
+class Writers:
+    """Writes the shards of one rank. :meth:`submit` and :meth:`abandon`, of the scheduler's thread, never wait.
+
+    Args:
+        directory: where the shards go.
+        facts: what they say about themselves; each writer's shards name a writing run of its own.
+        ring: where the frames lie.
+        processes: how many writers.
+        threads: how many of each compress and write.
+        table: the run's exponent table where there is one already.
+        options: of each writer: codec, shard_bytes and seal_after_s.
+
+    Raises:
+        SetupError: when one cannot be started.
+
+    Attributes:
+        table: the run's exponent table, uint8 ``[L, H]``, once it is made: every writer knows it by then.
+    """
+
+    def __init__(
+        self,
+        directory: CaptureDirectory,
+        facts: ShardFacts,
+        ring: RingMemory,
+        *,
+        processes: int,
+        threads: int,
+        table: Table | None = None,
+        **options: Any,
+    ) -> None:
+        self.table = table
+        self._directory = directory
+        self._facts = facts
+        self._ring = ring
+        self._options = {"threads": threads, **options}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards what follows, held for moments only
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._past: Counter[str] = Counter()  # counted by writers that died, and by the server itself
+        self._closing = False
+        # Of the sender's thread alone.
+        self._records: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
+        self._lost: set[int] = set()  # serials of passes that a writer died with
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # put() is safe in a finalizer
+        self._children: list[WriterChild] = []
+        try:
+            for _ in range(processes):
+                self._children.append(self._launch())
+        except SetupError:
+            for child in self._children:
+                child.ended = True
+                child.kill()
+            raise
+        self._sender = threading.Thread(target=self._send, name="hashtap-sender", daemon=True)
+        self._sender.start()
+        # Unlike atexit this also runs at the end of a process that multiprocessing started.
+        self._at_exit = Finalize(None, self.close, exitpriority=10)
+
+    def submit(self, flight: Flight) -> None:
+        """Hand over the frames of a forward, ``buffer`` being the whole ring; after :meth:`close` they are dropped."""
+        with self._lock:
+            if not self._closing:
+                number = next(self._numbers)
+                self._waiting[number] = _Waiting(1, flight.release)
+                self._inbox.put(partial(self._send_flight, number, flight))
+                return
+        log.error("a forward was captured after the writer was closed: it is not stored")
+        flight.release()
+
+    def abandon(self, record: Record) -> None:
+        """The pass will bring no more frames and no record: forget it. Safe in a finalizer."""
+        self._inbox.put(partial(self._abandon, record.serial, record.key))
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is written and sealed; what a full disk does not take now is lost."""
+        self._ask(Drain())
+
+    def set_facts(self, facts: ShardFacts) -> None:
+        """The weights changed: say so in new shards. Call it after :meth:`drain`; no record goes across."""
+        self._inbox.put(partial(self._tell_facts, facts))
+
+    def close(self) -> None:
+        """Write and seal all that was submitted, then stop. Later calls do nothing, nor does one in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._at_exit.cancel()
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._ask(Close())
+        self._inbox.put(None)
+        self._sender.join()
+        for child in self._children:
+            child.join()
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start, a moment old, see :meth:`hashtap.writer.Writer.counters`; ``queue`` is exact."""
+        with self._lock:
+            all_counts = [self._past, *(child.counters for child in self._children)]
+            counts = {name: sum(counts.get(name, 0) for counts in all_counts) for name in COUNTS}
+            return {**counts, "queue": len(self._waiting)}
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the writers."""
+        return [child.pid for child in self._children]
+
+    @property
+    def trouble(self) -> str:
+        """Why the disk takes nothing at present; empty while it does."""
+        return next((child.trouble for child in self._children if child.trouble), "")
+
+    # Starting and ending.
+
+    def _launch(self) -> WriterChild:
+        """Start a writer.
+
+        Raises:
+            SetupError: when it does not come up.
+        """
+        facts = replace(self._facts, writer=uuid.uuid4().hex)
+        ring = self._ring.descriptor, len(self._ring.bytes)
+        start = Start(facts, str(self._directory.path), *ring, table=self.table, **self._options)
+        return WriterChild(start, self._hear, lambda child: self._inbox.put(partial(self._bury, child)))
+
+    def _bury(self, child: WriterChild) -> None:
+        """A writer died: give up what it had, and start another one in its place."""
+        status = child.kill()  # dead or deaf: from here on it reads nothing of the ring
+        child.trouble = "a writer process died"
+        with self._lock:
+            forwards, asked = list(child.forwards), list(child.asked)
+            self._past.update(child.counters)
+            self._past["write_errors"] += 1
+            child.counters = {}
+        self._lost |= child.known
+        for serial in child.known:
+            self._fail(serial)
+        log.error(
+            "a writer process died, with status %d: %d forwards were not written, and prompts of which rows were "
+            "not sealed are lost; extract them again",
+            *(status, len(forwards)),
+        )
+        for number in forwards:
+            self._release(number)
+        for _, answer in asked:
+            answer.set()
+        while not self._closing:
+            time.sleep(max(0.0, child.started_at + RESTART_S - time.monotonic()))
+            try:
+                recover(self._directory, like=self._facts)
+            except (HashtapError, OSError) as error:
+                log.error("what it left cannot be recovered now: %s", error)
+            try:
+                self._children[self._children.index(child)] = self._launch()
+                return
+            except SetupError as error:
+                child.started_at = time.monotonic()
+                log.error("%s; it is tried again", error)
+        child.ended = True
+
+    # What the sender's thread does.
+
+    def _send(self) -> None:
+        for step in iter(self._inbox.get, None):
+            try:
+                step()
+            except Exception:
+                log.exception("the writers could not be told something")
+
+    def _send_flight(self, number: int, flight: Flight) -> None:
+        messages: dict[int, Forward] = {}
+        records: list[Record] = []
+        try:
+            for offset, size, record in flight.frames:
+                records.append(record)
+                at = record.key[0] % len(self._children)
+                child = self._children[at]
+                if self._is_lost(record) or child.ended:
+                    continue
+                message = messages.setdefault(at, Forward(number, [], [], []))
+                if record.serial not in child.known:
+                    message.passes.append(self._introduce(record, child))
+                message.frames.append((offset, size, record.serial))
+            flight.wait()
+        except Exception:
+            log.exception("the frames of a forward did not arrive: its %d frames are not stored", len(records))
+            with self._lock:
+                self._past["bad_frames"] += len(records)
+            for record in records:
+                record.failed = True
+                self._abandon(record.serial, record.key)
+            messages = {}
+        with self._lock:
+            self._waiting[number].writers = len(messages) + 1
+            for at in messages:
+                self._children[at].forwards.add(number)
+        for at, message in messages.items():
+            child = self._children[at]
+            message.forgotten[:], child.forgotten = child.forgotten, []
+            child.tell(message)
+        self._release(number)
+
+    def _introduce(self, record: Record, child: WriterChild) -> NewPass:
+        """What a writer has to know of a pass before its first frame."""
+        child.known.add(record.serial)
+        self._records[record.serial] = record
+        gone = partial(self._forget, record.serial, record.key)
+        weakref.finalize(record, self._inbox.put, gone).atexit = False
+        donor = None if record.donor is None else record.donor.serial
+        return NewPass(record.serial, record.key, record.token_ids.tobytes(), record.salt, record.shared_tokens, donor)
+
+    def _is_lost(self, record: Record) -> bool:
+        """Whether no record can come of a pass: a writer died with its first rows, or its donor failed."""
+        if record.serial in self._lost or (record.donor is not None and record.donor.failed):
+            record.failed = True
+        return record.failed
+
+    def _abandon(self, serial: int, key: bytes) -> None:
+        child = self._child_of(key)
+        if serial in child.known:
+            child.tell(Abandon(serial))
+
+    def _forget(self, serial: int, key: bytes) -> None:
+        self._lost.discard(serial)
+        child = self._child_of(key)
+        if serial in child.known:
+            child.known.discard(serial)
+            child.forgotten.append(serial)
+
+    def _adopt(self, table: Table) -> None:
+        """The first table that a writer made is the run's."""
+        if self.table is None:
+            for child in self._children:
+                child.tell(NewTable(table))
+            self.table = table
+
+    def _tell_facts(self, facts: ShardFacts) -> None:
+        self._facts = facts
+        for child in self._children:
+            child.tell(SetFacts(replace(facts, writer=child.writer)))
+
+    def _ask(self, message: Drain | Close) -> None:
+        """Ask all writers for something, and wait until it is done and what they said before is taken in."""
+        answers, heard = [threading.Event() for _ in self._children], threading.Event()
+        self._inbox.put(partial(self._ask_each, message, answers))
+        for answer in answers:
+            answer.wait()
+        self._inbox.put(heard.set)
+        heard.wait()
+
+    def _ask_each(self, message: Drain | Close, answers: list[threading.Event]) -> None:
+        for child, answer in zip(self._children, answers, strict=True):
+            if child.ended:
+                answer.set()
+                continue
+            with self._lock:
+                child.asked.append((message, answer))
+            child.tell(message)
+
+    def _child_of(self, key: bytes) -> WriterChild:
+        return self._children[key[0] % len(self._children)]
+
+    # What a listener's thread does.
+
+    def _hear(self, child: WriterChild, message: object) -> None:
+        match message:
+            case Released(number):
+                with self._lock:
+                    child.forwards.discard(number)
+                self._release(number)
+            case State(counters, trouble):
+                with self._lock:
+                    child.counters, child.trouble = counters, trouble
+            case NewTable(table):
+                self._inbox.put(partial(self._adopt, table))
+            case Failed(serial):
+                self._fail(serial)
+            case Done():
+                with self._lock:
+                    asked, answer = child.asked.popleft()
+                child.ended = isinstance(asked, Close)
+                answer.set()
+            case Log(level, text):
+                log.log(level, text)
+
+    def _release(self, number: int) -> None:
+        """One of those that have frames of a forward is done with them."""
+        with self._lock:
+            waiting = self._waiting[number]
+            waiting.writers -= 1
+            if waiting.writers:
+                return
+        try:
+            waiting.release()
+        except Exception:
+            log.exception("the memory of a forward could not be given back")
+        with self._lock:
+            del self._waiting[number]
+
+    def _fail(self, serial: int) -> None:
+        record = self._records.get(serial)
+        if record is not None:
+            record.failed = True

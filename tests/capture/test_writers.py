@@ -1,0 +1,178 @@
+"""Writers as processes: they die, they stop for a while, their server dies, and nothing wrong comes of it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.capture.test_session import Host, assert_captured, prompt
+from tests.server.waiting import group_ended, wait_until
+
+import hashtap
+from hashtap import writers
+from hashtap.errors import SetupError
+from hashtap.identity import prompt_key
+from hashtap.verify import verify
+from hashtap_kernels.layout import Dtype
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "RESTART_S", 0.2)
+
+
+def processes(host: Host) -> list[int]:
+    return host.session._writers.pids
+
+
+def captured(host: Host, ids: list[int]) -> bool:
+    """Whether a prompt's receipt says so."""
+    rid = str(ids)
+    kept = host.admit(rid, ids)
+    host.forward((rid, ids, 0))
+    return kept.state == "captured"
+
+
+def written(host: Host) -> None:
+    wait_until(lambda: host.session.counters()["queue"] == 0, 20, "everything to be written")
+
+
+def replaced(host: Host, before: list[int]) -> None:
+    wait_until(lambda: processes(host) != before and not host.session._writers.trouble, 20, "another writer")
+
+
+def test_a_writer_that_dies_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it had sealed stays, what it had written is recovered, what comes later goes to the next one."""
+    host = Host(tmp_path, dtype=Dtype.FP32, capture_writers=2)
+    early, late = [prompt(n, 60) for n in range(20)], [prompt(n, 60) for n in range(100, 120)]
+    assert all(captured(host, ids) for ids in early)
+    host.session._writers.drain()
+    between = [prompt(n, 60) for n in range(20, 40)]
+    assert all(captured(host, ids) for ids in between)
+    written(host)
+    time.sleep(0.3)  # an idle writer puts its last bytes on the disk
+    before = processes(host)
+    os.kill(before[0], signal.SIGKILL)
+    replaced(host, before)
+    assert processes(host)[1] == before[1]
+    assert all(captured(host, ids) for ids in late)
+    reader = host.close()
+    for ids in early + between + late:
+        assert_captured(reader, ids)
+    counts = host.session.counters()
+    assert (counts["write_errors"], counts["ring_used_bytes"], counts["queue"]) == (1, 0, 0)
+    assert counts["rows"] == 60 * 60
+    assert "a writer process died, with status -9: 0 forwards were not written" in caplog.text
+    assert verify(tmp_path).ok
+
+
+def test_a_prompt_that_is_cut_in_two_by_a_death_is_not_listed(tmp_path: Path) -> None:
+    host = Host(tmp_path, capture_writers=1)
+    cut, whole = prompt(1, 100), prompt(2, 50)
+    kept = host.admit("cut", cut)
+    host.forward(("cut", cut[:50], 0))
+    before = processes(host)
+    os.kill(before[0], signal.SIGKILL)
+    replaced(host, before)
+    host.forward(("cut", cut[50:], 50))
+    assert captured(host, whole)
+    assert not host.session._writers._lost.isdisjoint({kept.record.serial})
+    serial = kept.record.serial
+    del kept
+    host.session._writers.drain()
+    assert serial not in host.session._writers._lost
+    again = prompt(1, 100)
+    assert captured(host, again)
+    reader = host.close()
+    assert set(reader.keys()) == {prompt_key(whole), prompt_key(cut)}
+    assert_captured(reader, cut)
+    assert verify(tmp_path).duplicates == 0
+
+
+def test_a_donor_that_died_with_its_writer_is_none(tmp_path: Path) -> None:
+    host = Host(tmp_path, capture_prefix_cache="on", capture_writers=2)
+    donor = prompt(1, 100)
+    assert captured(host, donor)
+    before = processes(host)
+    assert len(before) == 1
+    os.kill(before[0], signal.SIGKILL)
+    replaced(host, before)
+    kept = host.admit("shares", [*donor, 7])
+    host.forward(("shares", [7], 100))
+    assert kept.state == "needs recompute"
+    assert captured(host, [*donor, 8])
+    kept = host.admit("shares", [*donor, 9])
+    host.forward(("shares", [9], 100))
+    assert kept.state == "captured"
+    reader = host.close()
+    assert_captured(reader, [*donor, 8])
+    assert_captured(reader, [*donor, 9])
+
+
+def test_a_writer_that_stands_still_is_waited_for(tmp_path: Path) -> None:
+    """The scheduler's thread never is: the ring fills up, then new prompts are held back."""
+    host = Host(tmp_path, capture_writers=1, forward_tokens=256, capture_ring_gib=1 / 1024)
+    pid = processes(host)[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        number, slowest_s = 0, 0.0
+        while host.session.may_admit():
+            number += 1
+            began = time.perf_counter()
+            assert captured(host, prompt(number, 256))
+            slowest_s = max(slowest_s, time.perf_counter() - began)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert number > 5
+    assert slowest_s < 1
+    reader = host.close()
+    assert len(reader) == number
+
+
+def test_closing_beside_a_dead_writer(tmp_path: Path) -> None:
+    host = Host(tmp_path, capture_writers=2)
+    assert captured(host, prompt(1, 30))
+    for pid in processes(host):
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    host.session.close()
+    assert time.monotonic() - began < 10
+    assert host.session.counters()["ring_used_bytes"] == 0
+    assert verify(tmp_path).ok or not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_server_that_dies_has_what_it_captured_sealed(tmp_path: Path) -> None:
+    """By its writers, which outlive it: nobody has to recover anything."""
+    prompts = [prompt(n, 1 + n % 90) for n in range(50)]
+    server = os.fork()
+    if server == 0:
+        os.setsid()
+        host = Host(tmp_path, dtype=Dtype.FP32)
+        if all(captured(host, ids) for ids in prompts):
+            written(host)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(server, 0)
+    wait_until(lambda: group_ended(server), 20, "the writers to end")
+    reader = hashtap.open(tmp_path)
+    for ids in prompts:
+        assert_captured(reader, ids)
+    assert not reader.directory.partials()
+    assert verify(tmp_path).ok
+
+
+def test_a_writer_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(SetupError, match="a writer process ended as it started, with status 1"):
+        Host(tmp_path)
+    monkeypatch.setattr("sys.executable", "/none")
+    with pytest.raises(SetupError, match=r"a writer process cannot be started: .*/none"):
+        Host(tmp_path)
+
+
+def test_a_closed_session_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(tmp_path)
+    host.session.close()
+    assert captured(host, prompt(1, 30))
+    assert "a forward was captured after the writer was closed: it is not stored" in caplog.text
+    assert host.session.counters()["ring_used_bytes"] == 0
