@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse
 from tests.capture.build import Host, states_of
 from tests.capture.peer import Answer, Peer
 from tests.capture.test_extract import Log, extract, free_port, prompts, start_peer, write
+from tests.server.waiting import wait_until
 from torch.utils.data import DataLoader
 
 from hashtap.collate import Batch, pack
@@ -403,6 +404,7 @@ def test_without_a_trainer_the_client_waits(tmp_path: Path) -> None:
     with Peer(tmp_path / "captures", options={"capture_seal_after_s": 0.05}) as peer:
         client = threading.Thread(target=extract, args=(samples, peer), kwargs={"ahead_samples": 8, "concurrency": 32})
         client.start()
+        wait_until(lambda: len(peer.received) >= 8, 30, "the first prompts")
         time.sleep(0.6)
         assert len(peer.received) == 8
         trainer = Following(stream(peer.directory, idle_s=None))
