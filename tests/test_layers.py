@@ -26,6 +26,7 @@ LAYERS = [
         "datasets",
         "capture",
         "reader",
+        "together",
         "chat",
         "sample_rows",
         "samples",

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hashtap.chat import ChatTokenizer, Untokenised
+from hashtap.chat import ChatTokenizer, Job, Untokenised
 from hashtap.errors import UsageError
 from hashtap.identity import prompt_key
 from hashtap.sample_rows import Row, read_rows
+from hashtap.together import together
 
 __all__ = ["BadSample", "Limits", "Sample", "SampleFile", "load_samples"]
 
 MAX_TOKEN_ID = (1 << 31) - 1
+AT_A_TIME = 64
+"""Rows whose texts are made ids together: two cores have enough to do, and few texts are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,11 @@ class SampleFile:
 
 
 class _Fault(Exception):
-    """Why a line is left out: ``reason``, ``detail``, and the sample's id where it is known."""
+    """Why a line is left out."""
 
-    def __init__(self, reason: str, detail: str, sample_id: str | None = None) -> None:
+    def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
-        self.reason, self.detail, self.sample_id = reason, detail, sample_id
+        self.reason, self.detail = reason, detail
 
 
 def load_samples(path: str | Path, limits: Limits | None = None, tokenizer: ChatTokenizer | None = None) -> SampleFile:
@@ -100,30 +103,27 @@ def load_samples(path: str | Path, limits: Limits | None = None, tokenizer: Chat
     samples: list[Sample] = []
     bad: list[BadSample] = []
     first_line: dict[str, int] = {}
-    for number, row in read_rows(path):
-        try:
-            sample = _sample(row, number, limits, tokenizer)
-            if sample.id in first_line:
-                detail = f"line {first_line[sample.id]} has the same id"
-                raise _Fault("duplicate id", detail, sample.id)
-        except _Fault as fault:
-            bad.append(BadSample(number, fault.sample_id, fault.reason, fault.detail))
+    jobs = (_judged(row, number, limits, tokenizer) for number, row in read_rows(path))
+    for judged in together(jobs, tokenizer.encode, AT_A_TIME):
+        if isinstance(judged, BadSample):
+            bad.append(judged)
+        elif (first := first_line.setdefault(judged.id, judged.line)) != judged.line:
+            bad.append(BadSample(judged.line, judged.id, "duplicate id", f"line {first} has the same id"))
         else:
-            first_line[sample.id] = number
-            samples.append(sample)
+            samples.append(judged)
     if not samples and not bad:
         raise UsageError(f'the sample file {path} is empty; write one {{"input_ids": [...]}} a line')
     return SampleFile(path, samples, bad)
 
 
-def _sample(row: Row, number: int, limits: Limits, tokenizer: ChatTokenizer) -> Sample:
-    fields = _parsed(row) if isinstance(row, bytes) else row
-    sample_id = _sample_id(fields.get("id"), number)
+def _judged(row: Row, number: int, limits: Limits, tokenizer: ChatTokenizer) -> Job[Sample | BadSample]:
+    sample_id = None
     try:
-        ids, mask = _prompt(fields, limits, tokenizer)
+        fields = _parsed(row) if isinstance(row, bytes) else row
+        sample_id = _sample_id(fields.get("id"), number)
+        ids, mask = yield from _prompt(fields, limits, tokenizer)
     except _Fault as fault:
-        fault.sample_id = sample_id
-        raise
+        return BadSample(number, sample_id, fault.reason, fault.detail)
     return Sample(sample_id, number, prompt_key(ids), ids, mask)
 
 
@@ -143,7 +143,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _prompt(
     fields: dict[str, Any], limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
+) -> Job[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]]:
     """Token ids and loss mask; those that the row gives, or what the tokenizer makes of its messages or text."""
     ids, mask = fields.get("input_ids"), fields.get("loss_mask")
     if ids is None and not fields.keys().isdisjoint(("messages", "text")):
@@ -151,9 +151,9 @@ def _prompt(
             raise _Fault("bad loss_mask", "a loss_mask needs input_ids: that of messages comes from their turns")
         try:
             if (messages := fields.get("messages")) is not None:
-                ids, mask = tokenizer.chat(_messages(messages), _tools(fields.get("tools")))
+                ids, mask = yield from tokenizer.chat_job(_messages(messages), _tools(fields.get("tools")))
             elif (text := fields.get("text")) is not None:
-                ids = tokenizer.text(_text(text))
+                ids = yield from tokenizer.text_job(_text(text))
         except Untokenised as trouble:
             raise _Fault(trouble.reason, trouble.detail) from None
     tokens = _token_ids(ids, limits)

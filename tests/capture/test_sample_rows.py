@@ -119,6 +119,30 @@ SCHEMA = [
 ]
 
 
+def test_rows_stay_in_order_whatever_they_ask_of_a_tokenizer(tmp_path: Path) -> None:
+    """More than are made ids at a time: texts, chats, ids, a text that no tokenizer takes, and an id given twice."""
+    tokenizer = ChatTokenizer(str(make_tokenizer(tmp_path / "t")))
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows: list[dict[str, Any]] = [
+        {"text": "a"},
+        {"messages": chat},
+        {"input_ids": [1]},
+        {"text": "\ud800"},
+        {"id": "2"},
+    ]
+    rows = [row | ({"id": "2", "text": "b"} if "id" in row else {}) for _ in range(40) for row in rows]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = load_samples(tmp_path / "s.jsonl", tokenizer=tokenizer)
+    ids = {0: tokenizer.text("a"), 1: tokenizer.chat(chat)[0], 2: [1]}
+    assert [(s.line, s.token_ids.tolist()) for s in file.samples] == [
+        (line, ids[(line - 1) % 5]) for line in range(1, 201) if (line - 1) % 5 < 3
+    ]
+    reasons = ["tokenizer failed", "duplicate id"]
+    assert [(bad.line, bad.reason) for bad in file.bad] == [
+        (line, reasons[(line - 1) % 5 - 3]) for line in range(1, 201) if (line - 1) % 5 > 2
+    ]
+
+
 def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
     rows = [{"id": None, "input_ids": [1], "loss_mask": None}, {"id": "b", "input_ids": None, "loss_mask": None}]
     rows.append({"id": "c", "input_ids": [1, None], "loss_mask": None})
