@@ -27,6 +27,7 @@ LAYERS = [
         "capture",
         "reader",
         "together",
+        "loaded_tokenizer",
         "chat",
         "sample_rows",
         "samples",

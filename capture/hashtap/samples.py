@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hashtap.chat import ChatTokenizer, Job, Untokenised
+from hashtap.chat import ChatTokenizer
 from hashtap.errors import UsageError
 from hashtap.identity import prompt_key
+from hashtap.loaded_tokenizer import Job, Untokenised
 from hashtap.sample_rows import Row, read_rows
 from hashtap.together import together
 

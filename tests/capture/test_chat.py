@@ -9,8 +9,9 @@ import pytest
 from tests import models
 from tests.capture.tiny_tokenizer import BLOCKS, PLAIN, WITH_BOS, make_tokenizer
 
-from hashtap.chat import ChatTokenizer, Job, Untokenised
+from hashtap.chat import ChatTokenizer
 from hashtap.errors import UsageError
+from hashtap.loaded_tokenizer import Job, Untokenised
 from hashtap.together import together
 
 BOS, EOS = 1, 2
