@@ -30,6 +30,7 @@ LAYERS = [
         "loaded_tokenizer",
         "chat",
         "sample_rows",
+        "sample_fields",
         "samples",
         "manifest",
         "order",

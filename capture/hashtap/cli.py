@@ -86,7 +86,7 @@ def _extract(
     samples: Annotated[
         Path,
         typer.Argument(
-            help="Samples with input_ids, messages or text: .jsonl, .zst, .parquet, .arrow, or a saved dataset.",
+            help="Samples with ids, chats or text: .jsonl, .jsonl.zst, .json, .parquet, .arrow, or a saved dataset.",
             show_default=False,
         ),
     ],
