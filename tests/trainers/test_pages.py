@@ -38,12 +38,13 @@ python() { $trainer/python "$@"; }
     "modelopt": """
 python() { $trainer/python "$@" 2; }
 """,
-    # The script in place of the module only keeps speculators from asking for an accelerator.
+    # The script in place of both only keeps speculators from asking for an accelerator.
     "speculators": """
-python() {
-  $trainer/python examples/speculators_on_cpu.py "${@:3}" --draft-vocab-size 2048 --num-layers 1 --epochs 1 \\
+python() { speculators "${@:3}"; }
+speculators() {
+  $trainer/python examples/speculators_on_cpu.py "$@" --draft-vocab-size 2048 --num-layers 1 --epochs 1 \\
     --draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype float32 --total-seq-len 256 \\
-    --num-workers 0 --optimizer adamw > train.log 2>&1
+    --num-workers 0 --optimizer adamw >> train.log 2>&1
 }
 """,
     # What ends it on a CPU is what the page says; until then it has read the features and built drafter and teacher.
@@ -95,9 +96,11 @@ def assert_trained(page: str, run: Path) -> None:
         assert all(map(math.isfinite, losses))
     elif page == "speculators":
         losses = re.findall(r"train/loss=([\d.]+)", (run / "train.log").read_text())
-        assert losses
-        config = json.loads((run / "checkpoints" / "checkpoint_best" / "config.json").read_text())
-        assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+        assert len(losses) == 14
+        assert losses[7:] == losses[:7], "states from files and from shards"
+        for checkpoints in ("checkpoints", "from_files"):
+            config = json.loads((run / checkpoints / "checkpoint_best" / "config.json").read_text())
+            assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
     else:
         samples = (run / "features" / "hashtap-samples.jsonl").read_text().splitlines()
         assert len(samples) == len(list((run / "features").rglob("*.ckpt"))) == 8
