@@ -20,6 +20,9 @@ TRAINERS := readers speculators modelopt
 TESTS_OF_readers := tests/trainers/test_specforge.py tests/trainers/test_angelslim.py
 TESTS_OF_speculators := tests/trainers/test_speculators.py
 TESTS_OF_modelopt := tests/trainers/test_modelopt.py
+PAGES_OF_readers := specforge or angelslim
+PAGES_OF_speculators := speculators
+PAGES_OF_modelopt := modelopt
 
 .PHONY: demo test test-all test-triton test-sglang-old test-trainers $(TRAINERS:%=test-trainer-%) check bench fmt wheel modes soak aborts
 
@@ -50,6 +53,7 @@ test-trainers: $(TRAINERS:%=test-trainer-%)
 # A second OpenMP thread makes these small models slower on a shared machine. Warnings are the packages' own.
 $(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cache/trainers/captures
 	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -q -W default -m trainer $(TESTS_OF_$*)
+	$(PY) -m pytest -q -m trainer tests/trainers/test_pages.py -k "$(PAGES_OF_$*)"
 
 .cache/trainers/%/.installed: tests/trainers/locks/%.lock tests/trainers/locks/%-nodeps.lock
 	rm -rf $(@D)

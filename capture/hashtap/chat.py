@@ -3,29 +3,23 @@
     tokenizer = ChatTokenizer("MODEL_DIR")
     ids, mask = tokenizer.chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
 
+Many are made side by side: ``together(map(tokenizer.text_job, texts), tokenizer.encode, 64)``. The tokenizer then
+gets the texts of all of them at once, which it spreads over the cores.
+
 Needs transformers, which is imported at the first text.
 """
 
-import logging
-import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hashtap.errors import UsageError
+from hashtap.loaded_tokenizer import Job, LoadedTokenizer, Question, Untokenised
+from hashtap.together import together
 
-__all__ = ["ChatTokenizer", "Untokenised"]
+__all__ = ["ChatTokenizer"]
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
-class Untokenised(Exception):
-    """A chat that has no ids or no mask: ``reason`` is one of a few, ``detail`` says what was seen."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+R = TypeVar("R")
 
 
 class ChatTokenizer:
@@ -42,7 +36,7 @@ class ChatTokenizer:
     ) -> None:
         self._name, self._template_file, self._trust = name, chat_template, trust_remote_code
         self._missing = "no model is known"
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedTokenizer | None = None
 
     def for_model(self, model: str) -> "ChatTokenizer":
         """This one; where it has no name, that of the model directory ``model``, if it can be read here."""
@@ -59,11 +53,10 @@ class ChatTokenizer:
         """Ids of a plain text, as the tokenizer makes them: with its BOS if it adds one, but never with a second.
 
         Raises:
+            Untokenised: when the tokenizer refuses the text.
             UsageError: when there is no tokenizer, or it cannot be loaded.
         """
-        loaded = self._load()
-        ids, lead = loaded.ids(text, special=True), loaded.lead
-        return ids[len(lead) :] if lead and ids[: 2 * len(lead)] == [*lead, *lead] else ids
+        return self._alone(self.text_job(text))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
@@ -79,16 +72,40 @@ class ChatTokenizer:
             Untokenised: when the template refuses the chat, or the chat up to a turn is no prefix of the whole.
             UsageError: when there is no tokenizer or template, or they cannot be loaded.
         """
+        return self._alone(self.chat_job(messages, tools))
+
+    def text_job(self, text: str) -> Job[list[int]]:
+        """What :meth:`text` does, as a job."""
+        lead = self._load().lead
+        try:
+            ids = yield Question(text, special=True)
+        except Exception as error:
+            # What a tokenizer raises depends on its kind.
+            raise Untokenised("tokenizer failed", f"{type(error).__name__}: {error}") from None
+        return ids[len(lead) :] if lead and ids[: 2 * len(lead)] == [*lead, *lead] else ids
+
+    def chat_job(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> Job[tuple[list[int], list[int]]]:
+        """What :meth:`chat` does, as a job."""
         loaded = self._load()
         try:
-            return loaded.blocks(messages, tools) or loaded.turns(messages, tools)
+            return loaded.blocks(messages, tools) or (yield from loaded.turns(messages, tools))
         except (UsageError, Untokenised):
             raise
         except Exception as error:
             # A template is a program; what it raises depends on the chat.
             raise Untokenised("chat template failed", f"{type(error).__name__}: {error}") from None
 
-    def _load(self) -> "_Loaded":
+    def encode(self, questions: Sequence[Question]) -> list[list[int] | Exception]:
+        """The ids of each; an error where the tokenizer raised one. A fast tokenizer takes them on all cores."""
+        return self._load().encode(questions)
+
+    def _alone(self, job: Job[R]) -> R:
+        (result,) = together([job], self.encode, 1)
+        return result
+
+    def _load(self) -> LoadedTokenizer:
         if self._loaded is None:
             if self._name is None:
                 raise UsageError(
@@ -100,105 +117,5 @@ class ChatTokenizer:
                     template = self._template_file.read_text(encoding="utf-8")
             except (OSError, UnicodeError) as error:
                 raise UsageError(f"cannot read the chat template {self._template_file}: {error}") from None
-            self._loaded = _Loaded(_from_pretrained(self._name, self._trust), self._name, template)
+            self._loaded = LoadedTokenizer(self._name, template, trust_remote_code=self._trust)
         return self._loaded
-
-
-class _Loaded:
-    """A tokenizer of transformers, and the template that chats are written by."""
-
-    def __init__(self, tokenizer: Any, name: str, template: str | None) -> None:
-        self._tokenizer, self._name, self._template = tokenizer, name, template
-        with_special, bare = self.ids("a", special=True), self.ids("a")
-        starts = (at for at in range(len(with_special)) if with_special[at : at + len(bare)] == bare)
-        self.lead = with_special[: next(starts, 0)]
-        """Ids that the tokenizer puts before a text by itself: BOS, or nothing."""
-
-    def ids(self, text: str, special: bool = False) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
-    def blocks(self, messages: Any, tools: Any) -> tuple[list[int], list[int]] | None:
-        """Ids and mask by the template's generation blocks; None where it has none, or they cannot be told apart."""
-        if not self._tokenizer.is_fast or not _GENERATION.search(self._chosen(tools)):
-            return None
-        made = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=self._template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
-        end = 0
-        for start, stop in made.encodings[0].offsets:
-            if start > end:
-                # A tokenizer that drops characters: a block that ends in one would be marked to the chat's end.
-                return None
-            end = max(end, stop)
-        return list(made["input_ids"]), list(made["assistant_masks"])
-
-    def turns(self, messages: Any, tools: Any) -> tuple[list[int], list[int]]:
-        """Ids and mask by comparing the whole with what it begins with."""
-        whole = self._render(messages, tools)
-        ids = self.ids(whole)
-        mask = [0] * len(ids)
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            start = self._length(self._render(messages[:turn], tools, prompt=True), ids, turn, "before")
-            up_to = self._render(messages[: turn + 1], tools)
-            stop = len(ids) if up_to == whole else self._length(up_to, ids, turn, "up to")
-            ends = [at for at in range(start, stop) if ids[at] == self._tokenizer.eos_token_id]
-            stop = ends[-1] + 1 if ends else stop
-            mask[start:stop] = [1] * (stop - start)
-        return ids, mask
-
-    def _length(self, text: str, ids: list[int], turn: int, which: str) -> int:
-        """Tokens of ``text``, which must be what ``ids`` begin with."""
-        begin = self.ids(text)
-        if ids[: len(begin)] != begin:
-            pairs = zip(begin, ids, strict=False)
-            at = next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(ids))
-            raise Untokenised(
-                "turns cannot be told apart",
-                f"the chat {which} message {turn} is no prefix of the whole: they differ at token {at}; give "
-                "--chat-template with {% generation %} blocks, or input_ids and loss_mask",
-            )
-        return len(begin)
-
-    def _render(self, messages: Any, tools: Any, prompt: bool = False) -> str:
-        self._chosen(tools)
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=prompt
-        )
-        return text
-
-    def _chosen(self, tools: Any) -> str:
-        if self._template is None and not self._tokenizer.chat_template:
-            raise UsageError(f"the tokenizer {self._name} has no chat template: give --chat-template FILE")
-        template: str = self._tokenizer.get_chat_template(self._template, tools)
-        return template
-
-
-def _from_pretrained(name: str, trust_remote_code: bool) -> Any:
-    with warnings.catch_warnings():
-        # What they warn of is about models and images; ids are all that is wanted here.
-        warnings.simplefilter("ignore")
-        try:
-            import jinja2  # noqa: F401 - transformers misses it only at the first chat
-            from transformers import AutoTokenizer
-            from transformers.utils import logging as noise
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"messages and text need {error.name}: pip install transformers jinja2, or give input_ids"
-            ) from None
-        verbosity = noise.get_verbosity()
-        noise.set_verbosity(logging.ERROR)
-        try:
-            local = Path(name).is_dir()
-            return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=trust_remote_code)
-        except Exception as error:
-            # It raises whatever reading the files raised.
-            raise UsageError(f"cannot load a tokenizer from {name}: {error}; give --tokenizer DIR") from None
-        finally:
-            noise.set_verbosity(verbosity)

@@ -86,7 +86,7 @@ def _extract(
     samples: Annotated[
         Path,
         typer.Argument(
-            help="Samples with input_ids, messages or text: .jsonl, .zst, .parquet, .arrow, or a saved dataset.",
+            help="Samples with ids, chats or text: .jsonl, .jsonl.zst, .json, .parquet, .arrow, or a saved dataset.",
             show_default=False,
         ),
     ],
@@ -295,7 +295,8 @@ def _export(
         typer.Option(help="The served model, to undo its final norm where the trainer wants that.", show_default=False),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="Samples and loss masks, in place of the manifest's.", show_default=False)
+        Path | None,
+        typer.Option(help="Samples and masks as extract takes them, for the manifest's.", show_default=False),
     ] = None,
     epoch: Epoch = None,
     layers: Annotated[
@@ -311,6 +312,9 @@ def _export(
         bool, typer.Option("--no-states", help="Only what the trainer needs besides; states are read from DIR.")
     ] = False,
     threads: Annotated[int, typer.Option(min=1, max=256, help="Samples read and written at a time.")] = 2,
+    tokenizer: Tokenizer = None,
+    chat_template: Template = None,
+    trust_remote_code: RemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Write captures as the files that a trainer reads; started again, it writes only what is missing."""
@@ -319,7 +323,17 @@ def _export(
         from hashtap.trainers.source import Choice, TrainerSource
     except ModuleNotFoundError as error:
         raise UsageError(f"hashtap export needs {error.name}: pip install {error.name}") from None
-    choice = Choice(model, samples, epoch, _boundaries(layers), loss_on_all, skip_missing)
+    choice = Choice(
+        model=model,
+        samples=samples,
+        epoch=epoch,
+        layers=_boundaries(layers),
+        loss_on_all=loss_on_all,
+        skip_missing=skip_missing,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )
     source = TrainerSource(directory, to, choice)
     row_bytes, all_tokens, display = source.facts.geometry.row_bytes, sum(source.lengths), bar_or_lines(sys.stderr)
 

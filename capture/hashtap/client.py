@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hashtap.errors import MismatchError, ServerLost, UsageError
 from hashtap.identity import NEEDS_RECOMPUTE, PAST_THE_CACHE
-from hashtap.samples import Limits
+from hashtap.sample_fields import Limits
 
 __all__ = ["NeedsRecompute", "Refused", "ServerClient", "ServerInfo", "TryAgain"]
 

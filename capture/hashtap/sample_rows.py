@@ -1,4 +1,4 @@
-"""Opens what holds samples and hands out its rows: JSON lines, Parquet, Arrow, or a directory of tables.
+"""Opens what holds samples and hands out its rows: JSON lines, a JSON list, Parquet, Arrow, or a directory of tables.
 
 A directory is a saved Hugging Face dataset (``save_to_disk``; speculators' prepared data is one), or any other of
 Parquet or Arrow files, read in the order of their names. A few rows are in memory at a time.
@@ -18,7 +18,7 @@ from hashtap.errors import UsageError
 
 __all__ = ["COLUMNS", "Row", "read_rows"]
 
-COLUMNS = ("id", "input_ids", "loss_mask", "messages", "text", "tools")
+COLUMNS = ("id", "input_ids", "loss_mask", "messages", "conversations", "text", "tools")
 """What is taken from a table; other columns are not read."""
 
 Row = bytes | dict[str, Any]
@@ -37,9 +37,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         if path.is_dir() or path.suffix in (".parquet", ".arrow"):
             yield from zip(count(1), _table_rows(path))
+        elif path.suffix == ".json" and _begins_a_list(path):
+            yield from zip(count(1), _elements(path))
         else:
             yield from _lines(path)
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, RecursionError, pa.ArrowException) as error:
         reason = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"cannot read the samples in {path}: {reason}") from None
 
@@ -55,6 +57,17 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def _begins_a_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1 << 12).lstrip().startswith(b"[")
+
+
+def _elements(path: Path) -> Iterator[Row]:
+    """Of a JSON list, as ShareGPT's files are; all of it is in memory."""
+    for element in json.loads(path.read_bytes()):
+        yield element if isinstance(element, dict) else json.dumps(element).encode()
+
+
 def _open(path: Path) -> BinaryIO:
     if path.suffix != ".zst":
         return path.open("rb")
@@ -67,9 +80,11 @@ def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
     for file in _tables(path) if path.is_dir() else [path]:
         for batch in _batches(file):
             known = [name for name in COLUMNS if name in batch.schema.names]
-            if not {"input_ids", "messages", "text"}.intersection(known):
+            if not {"input_ids", "messages", "conversations", "text"}.intersection(known):
                 names = ", ".join(batch.schema.names)
-                raise UsageError(f"{file} has the columns {names}; samples have input_ids, messages or text")
+                raise UsageError(
+                    f"{file} has the columns {names}; samples have input_ids, messages, conversations or text"
+                )
             for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
                 for row in batch.select(known).slice(first, ROWS_AT_A_TIME).to_pylist():
                     yield _without_nulls(row)

@@ -9,8 +9,10 @@ import pytest
 from tests import models
 from tests.capture.tiny_tokenizer import BLOCKS, PLAIN, WITH_BOS, make_tokenizer
 
-from hashtap.chat import ChatTokenizer, Untokenised
+from hashtap.chat import ChatTokenizer
 from hashtap.errors import UsageError
+from hashtap.loaded_tokenizer import Job, Untokenised
+from hashtap.together import together
 
 BOS, EOS = 1, 2
 CHAT = [
@@ -121,6 +123,34 @@ def test_generation_blocks_serve_where_prefixes_cannot(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(str(path), chat_template=template)
     ids, mask = tokenizer.chat([{"role": "assistant", "content": "\nHello"}, CHAT[0], CHAT[1]])
     assert marked(path, ids, mask) == ["\n\nHello</s>", "Hello.</s>"]
+
+
+AT_MOST_SIX = "{% if messages | length < 7 %}" + PLAIN + "{% else %}{{ raise_exception('too many') }}{% endif %}"
+
+
+@pytest.mark.parametrize("width", [1, 3, 64])
+@pytest.mark.parametrize(("template", "refused"), [(AT_MOST_SIX, [3, 4, 6, 7, 9]), (BLOCKS, [6, 7, 9])])
+def test_many_side_by_side_are_what_each_is_alone(
+    tmp_path: Path, template: str, refused: list[int], width: int
+) -> None:
+    """Chats of any number of turns, with and without blocks; some are refused, at their beginning or later."""
+    chats = [CHAT, CHAT[:1], CHAT[:2], [*CHAT, {"role": "assistant", "content": "\nNo prefix"}], CHAT + CHAT, CHAT[2:]]
+    chats += [[{"role": "user", "content": "\ud800"}], [CHAT[0], {"role": "assistant", "content": "\ud800"}], CHAT]
+    tokenizer = ChatTokenizer(str(make_tokenizer(tmp_path / "t", template, adds_bos=True)))
+
+    def outcome(job: Job[Any]) -> Job[Any]:
+        try:
+            return (yield from job)
+        except Untokenised as refusal:
+            return refusal.reason, refusal.detail
+
+    def jobs() -> list[Job[Any]]:
+        chatting = map(tokenizer.chat_job, chats)
+        return [outcome(job) for job in (*chatting, tokenizer.text_job("a\ud800"), tokenizer.text_job("Nobody"))]
+
+    alone = [result for job in jobs() for result in together([job], tokenizer.encode, 1)]
+    assert list(together(jobs(), tokenizer.encode, width)) == alone
+    assert [number for number, result in enumerate(alone) if isinstance(result[0], str)] == refused
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:

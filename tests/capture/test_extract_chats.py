@@ -15,6 +15,7 @@ from tests.capture.tiny_tokenizer import BLOCKS, make_tokenizer
 from hashtap.chat import ChatTokenizer
 from hashtap.datasets import CaptureDataset
 from hashtap.manifest import Manifest
+from hashtap.trainers.notes import source_of
 
 __all__ = ["hashtap"]  # a fixture
 
@@ -84,6 +85,18 @@ def test_chats_are_captured_resumed_and_verified(
         f"unusable: line 5 of {samples}: turns cannot be told apart: {bad['detail']}",
     )
     assert "4/4 verified" in out
+
+    export = ["export", peer.directory, tmp_path / "out", "--to", "safetensors", "--samples", samples, "--skip-missing"]
+    code, _, err = hashtap(*export)
+    assert code == 2
+    assert "the server's model 'peer' is no directory here: give --tokenizer DIR" in only_line(err)
+    assert hashtap(*export, "--tokenizer", tokenizer)[0] == 0
+    source = source_of(tmp_path / "out")
+    assert [sample.sample_id for sample in source.samples] == ["chat", "short", "text", "again"]
+    for at in range(3):
+        assert source.token_ids(at).tolist() == dataset[at]["input_ids"].tolist()
+    assert source[0]["loss_mask"].tolist() == chat["loss_mask"].tolist()  # type: ignore[union-attr]
+    assert source.loss_mask(2) is None
 
 
 def test_another_template_is_another_prompt(tmp_path: Path, tokenizer: Path, hashtap: Hashtap) -> None:

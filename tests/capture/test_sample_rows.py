@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.capture.test_chat import marked
 from tests.capture.tiny_tokenizer import make_tokenizer
 
 from hashtap.chat import ChatTokenizer
@@ -112,11 +113,104 @@ def test_chats_of_a_table_are_those_of_its_json_lines(tmp_path: Path) -> None:
     assert table.samples[1].loss_mask is None
 
 
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello."},
+    {"from": "human", "value": "And?"},
+    {"from": "gpt", "value": "No more."},
+]
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.json", "s.parquet"])
+def test_conversations_of_sharegpt_are_chats(tmp_path: Path, name: str) -> None:
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": turn["value"]} for role, turn in zip(roles, SHAREGPT, strict=True)]
+    rows = [{"id": "a", "conversations": SHAREGPT}, {"id": "b", "conversations": SHAREGPT[1:3]}]
+    if name == "s.parquet":
+        save_parquet(tmp_path / name, pa.Table.from_pylist(rows))
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name).write_text(json.dumps(rows, indent=1) if name == "s.json" else lines)
+    tokenizer = ChatTokenizer(str(make_tokenizer(tmp_path / "t")))
+    file = load_samples(tmp_path / name, tokenizer=tokenizer)
+    assert ([sample.id for sample in file.samples], file.bad) == (["a", "b"], [])
+    for sample, chat, said in zip(
+        file.samples, (messages, messages[1:3]), (["Hello.</s>", "No more.</s>"], ["Hello.</s>"]), strict=True
+    ):
+        assert sample.loss_mask is not None
+        ids, mask = sample.token_ids.tolist(), sample.loss_mask.tolist()
+        assert (ids, mask) == tokenizer.chat(chat)
+        assert marked(tmp_path / "t", ids, mask) == said
+
+
+@pytest.mark.parametrize(
+    ("conversations", "detail"),
+    [
+        (
+            [*SHAREGPT, {"from": "bard", "value": "x"}],
+            'turn 5 is from "bard"; known are human, user, gpt, assistant, sys',
+        ),
+        ([{"from": ["gpt"], "value": "x"}], 'turn 0 is from ["gpt"]'),
+        ([{"from": "human", "value": None}], "the value of turn 0 must be a string, not null"),
+        ([{"from": "human"}], "the value of turn 0 must be a string, not null"),
+        ([{"value": "x"}], "message 0 must be an object with a role"),
+        ([], "conversations must be a list of one or more, not []"),
+        ("Hi", 'conversations must be a list of one or more, not "Hi"'),
+    ],
+)
+def test_conversations_that_are_none(tmp_path: Path, conversations: Any, detail: str) -> None:
+    (tmp_path / "s.json").write_text(json.dumps([{"id": "x", "conversations": conversations}, {"input_ids": [1]}]))
+    file = load_samples(tmp_path / "s.json", tokenizer=ChatTokenizer("never loaded"))
+    (bad,) = file.bad
+    assert (bad.line, bad.id, bad.reason, len(file.samples)) == (1, "x", "bad conversations", 1)
+    assert detail in bad.detail
+
+
+def test_a_file_called_json(tmp_path: Path) -> None:
+    """A list, in which each element is judged; or JSON lines; or neither."""
+    path = tmp_path / "s.json"
+    path.write_text('\n [{"input_ids": [1]}, 7, {"input_ids": [2]}]')
+    file = load_samples(path)
+    assert [sample.line for sample in file.samples] == [1, 3]
+    assert [(bad.line, bad.detail) for bad in file.bad] == [(2, "a line is one object, not 7")]
+    path.write_text('{"input_ids": [1]}\n{"input_ids": [2]}\n')
+    assert [sample.line for sample in load_samples(path).samples] == [1, 2]
+    for text in ('[{"input_ids": [1]}', "[" * 10**6):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="cannot read the samples"):
+            load_samples(path)
+
+
 SCHEMA = [
     ("id", pa.string()),
     ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))),
     ("text", pa.string()),
 ]
+
+
+def test_rows_stay_in_order_whatever_they_ask_of_a_tokenizer(tmp_path: Path) -> None:
+    """More than are made ids at a time: texts, chats, ids, a text that no tokenizer takes, and an id given twice."""
+    tokenizer = ChatTokenizer(str(make_tokenizer(tmp_path / "t")))
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows: list[dict[str, Any]] = [
+        {"text": "a"},
+        {"messages": chat},
+        {"input_ids": [1]},
+        {"text": "\ud800"},
+        {"id": "2"},
+    ]
+    rows = [row | ({"id": "2", "text": "b"} if "id" in row else {}) for _ in range(40) for row in rows]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = load_samples(tmp_path / "s.jsonl", tokenizer=tokenizer)
+    ids = {0: tokenizer.text("a"), 1: tokenizer.chat(chat)[0], 2: [1]}
+    assert [(s.line, s.token_ids.tolist()) for s in file.samples] == [
+        (line, ids[(line - 1) % 5]) for line in range(1, 201) if (line - 1) % 5 < 3
+    ]
+    reasons = ["tokenizer failed", "duplicate id"]
+    assert [(bad.line, bad.reason) for bad in file.bad] == [
+        (line, reasons[(line - 1) % 5 - 3]) for line in range(1, 201) if (line - 1) % 5 > 2
+    ]
 
 
 def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
@@ -161,7 +255,9 @@ def test_a_table_that_is_damaged_is_an_error(tmp_path: Path, name: str) -> None:
 
 def test_a_table_without_samples_is_an_error(tmp_path: Path) -> None:
     save_parquet(tmp_path / "s.parquet", pa.table({"prompt": ["a"], "answer": ["b"]}))
-    with pytest.raises(UsageError, match="has the columns prompt, answer; samples have input_ids, messages or text"):
+    with pytest.raises(
+        UsageError, match="has the columns prompt, answer; samples have input_ids, messages, conversations or text"
+    ):
         load_samples(tmp_path / "s.parquet")
     save_parquet(tmp_path / "none.parquet", pa.Table.from_pylist([], pa.schema(IDS)))
     with pytest.raises(UsageError, match="is empty"):

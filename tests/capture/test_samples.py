@@ -10,7 +10,8 @@ import zstandard
 
 from hashtap.errors import UsageError
 from hashtap.identity import prompt_key
-from hashtap.samples import MAX_TOKEN_ID, Limits, load_samples
+from hashtap.sample_fields import MAX_TOKEN_ID, Limits
+from hashtap.samples import load_samples
 
 LIMITS = Limits(vocab_size=100, context_length=12)
 

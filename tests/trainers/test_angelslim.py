@@ -6,7 +6,6 @@ real paths stand in for the parents of its reader, so that the reader's own modu
 
 import importlib
 import importlib.util
-import re
 import sys
 import types
 from pathlib import Path
@@ -67,14 +66,3 @@ def test_every_slot_through_its_dataset_and_collator(tmp_path: Path, reader: Any
         assert_slots(sample, "post", MASK)
         if index < 4:
             assert_layers(sample, [1, 14, 26], added=1)
-
-
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``docs/trainers/angelslim.md`` says of the shards."""
-    text = (Path(__file__).parents[2] / "docs" / "trainers" / "angelslim.md").read_text()
-    (tmp_path / "captures").symlink_to(CAPTURES / "post")
-    monkeypatch.chdir(tmp_path)
-    page: dict[str, Any] = {}
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    exec(code, page)
-    assert len(page["dataset"]) == SAMPLES

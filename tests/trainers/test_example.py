@@ -1,17 +1,14 @@
 """``examples/train_eagle3.md``, command by command: a real server, the released trainer, a checkpoint."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.capture.test_extract import free_port
 from tests.models import smollm2
+from tests.trainers.page import run_script, script_of
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / ".cache" / "trainers" / "speculators"
@@ -23,8 +20,7 @@ TRAINER = ROOT / ".cache" / "trainers" / "speculators"
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not (TRAINER / ".installed").exists(), reason="make test-trainers makes speculators' environment")
 def test_from_capture_to_checkpoint(tmp_path: Path) -> None:
-    page = (ROOT / "examples" / "train_eagle3.md").read_text()
-    script = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    script = script_of(ROOT / "examples" / "train_eagle3.md")
     for said, here in (
         ("make .venv/.installed .cache/trainers/speculators/.installed\n", ""),
         ("$repo/.venv/bin/python", sys.executable),
@@ -36,15 +32,7 @@ def test_from_capture_to_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "model").symlink_to(smollm2())  # made already; to make it again takes half a minute
-    with (tmp_path / "output").open("w+") as output:
-        shell = subprocess.Popen(
-            ["bash", "-euxo", "pipefail", "-c", script], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            status = shell.wait(1740)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGKILL)
+    status = run_script(script, ROOT, tmp_path / "output", 1740)
     told = (tmp_path / "output").read_text()
     logs = [path.read_text()[-2000:] for path in (run / "server.log", run / "train.log") if path.exists()]
     assert status == 0, "\n".join([told[-4000:], *logs])

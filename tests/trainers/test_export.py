@@ -388,6 +388,16 @@ def test_a_mask_of_another_length(tmp_path: Path) -> None:
         TrainerSource(path, "modelopt")
 
 
+def test_notes_keep_the_tokenizer_and_no_leave_to_run_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    monkeypatch.chdir(tmp_path)
+    choice = Choice(tokenizer="t", chat_template=Path("c.jinja"), trust_remote_code=True)
+    plain = json.loads(json.dumps(choice.to_json()))
+    kept = Choice(tokenizer=str(tmp_path / "t"), chat_template=tmp_path / "c.jinja")
+    assert Choice.from_json(plain) == Choice.from_json(plain | {"trust_remote_code": True}) == kept
+    assert Choice(tokenizer="org/name").to_json()["tokenizer"] == "org/name"
+
+
 # Resuming.
 
 

@@ -1,6 +1,5 @@
 """SpecForge's own offline reader, feature store, normaliser and collator on captures: run by ``make test-trainers``."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,3 @@ def test_a_store_that_is_read_only() -> None:
     with pytest.raises(UsageError):
         store.put({"input_ids": torch.zeros(1)}, sample_id="x", metadata={})
     assert store.health()["release_pending"] == 0
-
-
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``docs/trainers/specforge.md`` says of the shards."""
-    text = (Path(__file__).parents[2] / "docs" / "trainers" / "specforge.md").read_text()
-    (tmp_path / "captures").symlink_to(CAPTURES / "post")
-    monkeypatch.chdir(tmp_path)
-    page: dict[str, Any] = {}
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    exec(code, page)
-    assert len(page["refs"]) == SAMPLES
-    assert len(read(page["store"], page["refs"])) == SAMPLES

@@ -14,6 +14,8 @@ from hashtap.trainers.targets import Target
 
 __all__ = ["Choice", "Listed", "Listing", "list_samples"]
 
+_PATHS = ("model", "samples", "chat_template")
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -26,6 +28,10 @@ class Choice:
         layers: only these boundaries of those captured.
         loss_on_all: count every token of a sample without a loss mask.
         skip_missing: leave out samples that are not captured.
+        tokenizer: makes ids of chats and texts in ``samples``, a directory or a name; None for the served model's.
+        chat_template: a file with a template to use instead of the tokenizer's own.
+        trust_remote_code: whether code that comes with the tokenizer may run. Notes do not keep it: to read them must
+            run nobody's code.
     """
 
     model: Path | None = None
@@ -34,17 +40,25 @@ class Choice:
     layers: tuple[int, ...] | None = None
     loss_on_all: bool = False
     skip_missing: bool = False
+    tokenizer: str | None = None
+    chat_template: Path | None = None
+    trust_remote_code: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, paths made absolute."""
-        paths = {name: str(path.resolve()) for name in ("model", "samples") if (path := getattr(self, name))}
-        return {**asdict(self), "layers": None if self.layers is None else list(self.layers), **paths}
+        paths = {name: str(path.resolve()) for name in _PATHS if (path := getattr(self, name))}
+        if self.tokenizer and Path(self.tokenizer).is_dir():
+            paths["tokenizer"] = str(Path(self.tokenizer).resolve())
+        plain = {**asdict(self), "layers": None if self.layers is None else list(self.layers), **paths}
+        del plain["trust_remote_code"]
+        return plain
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Choice":
         """What :meth:`to_json` gave. TypeError when it is something else."""
-        paths = {name: Path(values[name]) for name in ("model", "samples") if values.get(name)}
-        return cls(**{**values, "layers": tuple(values["layers"]) if values.get("layers") else None, **paths})
+        paths = {name: Path(values[name]) for name in _PATHS if values.get(name)}
+        layers = tuple(values["layers"]) if values.get("layers") else None
+        return cls(**{**values, **paths, "layers": layers, "trust_remote_code": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +122,13 @@ def list_samples(reader: Reader, target: Target, choice: Choice) -> Listing:
 def _wanted(reader: Reader, choice: Choice, tokens: dict[bytes, int]) -> tuple[bool, Iterator[Listed]]:
     """Whether they have names, and the samples."""
     if choice.samples is not None:
+        from hashtap.chat import ChatTokenizer
         from hashtap.samples import load_samples
 
-        file = load_samples(choice.samples)
+        tokenizer = ChatTokenizer(
+            choice.tokenizer, chat_template=choice.chat_template, trust_remote_code=choice.trust_remote_code
+        )
+        file = load_samples(choice.samples, tokenizer=tokenizer.for_model(reader.facts.model))
         if file.bad and not choice.skip_missing:
             bad = file.bad[0]
             raise UsageError(
