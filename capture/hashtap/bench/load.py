@@ -4,13 +4,14 @@ import json
 import statistics
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from hashtap.bench.counted import Got
 from hashtap.bench.sides import RID_PREFIX
 
 __all__ = ["UNCOUNTED", "Sent", "decode_step_s", "send"]
@@ -25,34 +26,49 @@ class Sent:
     """One batch of prompts that was answered.
 
     Attributes:
-        seconds: until the last answer.
+        seconds: until the last answer was taken.
         first_token_s: of each prompt, from sending it to its one token; waiting in the server's queue is part of it.
-        answers: the bodies, not decoded, so that decoding them takes none of the measured time.
+        got: what was taken from the answers.
     """
 
     seconds: float
     first_token_s: tuple[float, ...]
-    answers: tuple[bytes, ...]
+    got: Got
 
 
 def send(
-    url: str, prompts: Sequence[list[int]], more: Mapping[str, Any], *, in_flight: int, rids: str = RID_PREFIX
+    url: str,
+    prompts: Sequence[list[int]],
+    more: Mapping[str, Any],
+    *,
+    in_flight: int,
+    rids: str = RID_PREFIX,
+    take: Callable[[bytes], Got] | None = None,
 ) -> Sent:
-    """Send ``prompts``, so many in flight, each for one greedy token; ``more`` is added to each request.
+    """Send ``prompts``, so many in flight, each for one greedy token.
+
+    Args:
+        url: of the server.
+        prompts: token ids.
+        more: added to each request.
+        in_flight: how many are not answered at a time.
+        rids: begins the request ids.
+        take: makes arrays of the states in an answer, as it comes: text that nobody has read is no capture yet.
 
     Raises:
         httpx.HTTPError: when one of them is not answered, or with an error.
     """
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(in_flight) as pool:
 
-        def one(input_ids: list[int]) -> tuple[float, bytes]:
+        def one(input_ids: list[int]) -> tuple[float, Got]:
             started = time.perf_counter()
             answer = client.post("/generate", json=_body(input_ids, 1, rids) | dict(more)).raise_for_status()
-            return time.perf_counter() - started, answer.content
+            answered_s = time.perf_counter() - started
+            return answered_s, take(answer.content) if take else Got()
 
         started = time.perf_counter()
-        answers = list(pool.map(one, prompts))
-        return Sent(time.perf_counter() - started, *map(tuple, zip(*answers, strict=True)))
+        first_token_s, got = zip(*pool.map(one, prompts), strict=True)
+        return Sent(time.perf_counter() - started, first_token_s, sum(got, Got()))
 
 
 def decode_step_s(url: str, prompts: Sequence[list[int]], tokens: int) -> float:

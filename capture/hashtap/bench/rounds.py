@@ -163,11 +163,10 @@ def decode_prompts(part: Sequence[list[int]], plan: Plan) -> list[list[int]]:
 
 def _take_turn(side: Side, server: Server, part: list[list[int]], plan: Plan) -> Turn:
     cpu_s = server.cpu_s()
-    sent = send(server.url, part, side.request, in_flight=plan.in_flight)
+    sent = send(server.url, part, side.request, in_flight=plan.in_flight, take=side.counts_answer)
     cpu_s = server.cpu_s() - cpu_s
     step_s = None
     if side.decodes and plan.decode_tokens:
         step_s = decode_step_s(server.url, decode_prompts(part, plan), plan.decode_tokens)
-    got = sum(map(side.counts_answer, sent.answers), Got()) if side.counts_answer else Got()
     tokens = sum(map(len, part))
-    return Turn(tokens, sent.seconds, sent.first_token_s, step_s, cpu_s, server.pss_bytes(), got)
+    return Turn(tokens, sent.seconds, sent.first_token_s, step_s, cpu_s, server.pss_bytes(), sent.got)

@@ -52,7 +52,7 @@ class Side:
         command: what starts it.
         request: added to the body of every request.
         decodes: whether it generates like a server, so that its decode steps can be timed.
-        counts_answer: what the body of one answer holds, where states come back that way.
+        counts_answer: makes arrays of the states in the body of an answer, where they come back that way; their size.
         counts_folder: what it has written to ``folder`` of these prompts, where they come to lie there.
     """
 
@@ -111,7 +111,7 @@ def make_sides(case: Case, against: tuple[str, ...] = ()) -> list[Side]:
         ),
         Side(
             "http",
-            "SGLang's return_hidden_states, JSON over HTTP",
+            "SGLang's return_hidden_states, JSON over HTTP, made arrays",
             sglang(*aux),
             request={"return_hidden_states": True},
             decodes=False,
