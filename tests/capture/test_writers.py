@@ -1,8 +1,10 @@
 """Writers as processes: they die, they stop for a while, their server dies, and nothing wrong comes of it."""
 
+import gc
 import os
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,24 @@ def test_a_closed_session_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptu
     assert captured(host, prompt(1, 30))
     assert "a forward was captured after the writer was closed: it is not stored" in caplog.text
     assert host.session.counters()["ring_used_bytes"] == 0
+
+
+def test_a_session_forgets_its_prompts(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    assert captured(host, prompt(0, 50))
+    host.session._writers.drain()
+    gc.collect()
+    before = len(gc.get_objects()), len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for number in range(1, 300):
+        while not host.session.may_admit():
+            time.sleep(0.001)
+        assert captured(host, prompt(number, 50))
+    host.session._writers.drain()
+    gc.collect()
+    objects, finalizers = len(gc.get_objects()), len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    assert objects - before[0] < 100
+    assert finalizers == before[1]
+    for child in host.session._writers._children:
+        assert not child.known | child.forwards
+        assert len(child.forgotten) < 10
+    host.session.close()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ import psutil
 
 from hashtap.config import child_environment
 
-__all__ = ["Server", "ServerFailed", "cpu_environment", "sglang_command"]
+__all__ = ["Server", "ServerFailed", "cpu_environment", "pss_bytes", "sglang_command"]
 
 BOOT_S = 150.0
 STOP_S = 60.0
@@ -190,10 +190,8 @@ class Server:
         return [root, *root.children(recursive=True)]
 
     def pss_bytes(self) -> int:
-        """Memory of all its processes, shared pages counted once (PSS); without files, which others may map too."""
-        rollups = (Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in self.processes())
-        fields = (line.split() for rollup in rollups for line in rollup.splitlines())
-        return sum(int(field[1]) for field in fields if field[0] in ("Pss_Anon:", "Pss_Shmem:")) * 1024
+        """Memory of all its processes, see :func:`pss_bytes`."""
+        return pss_bytes(self.processes())
 
     def cpu_s(self) -> float:
         """CPU seconds that its processes have used so far."""
@@ -216,3 +214,10 @@ class Server:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def pss_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Memory of some processes, shared pages counted once (PSS); without files, which others may map too."""
+    rollups = (Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in processes)
+    fields = (line.split() for rollup in rollups for line in rollup.splitlines())
+    return sum(int(field[1]) for field in fields if field[0] in ("Pss_Anon:", "Pss_Shmem:")) * 1024
