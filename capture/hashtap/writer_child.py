@@ -47,7 +47,7 @@ class WriterChild:
         heard: Callable[["WriterChild", object], None],
         died: Callable[["WriterChild"], None],
     ) -> None:
-        self.writer = start.facts.writer
+        self.writer = start.writer
         self.started_at = time.monotonic()
         self.ended = False
         self.counters: dict[str, int] = {}

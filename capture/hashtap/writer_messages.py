@@ -2,7 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-from hashtap.facts import ShardFacts
 from hashtap.frame import Table
 
 __all__ = [
@@ -27,9 +26,13 @@ __all__ = [
 
 
 class Start(NamedTuple):
-    """The first message: what to write and how, see :class:`hashtap.writer.Writer`; the ring comes as a descriptor."""
+    """The first message: what to write and how, see :class:`hashtap.writer.Writer`; the ring comes as a descriptor.
 
-    facts: ShardFacts
+    ``facts`` are their metadata: among the values of a server there are types that would load all of torch.
+    """
+
+    facts: dict[str, str]
+    writer: str
     directory: str
     ring_descriptor: int
     ring_bytes: int
@@ -74,9 +77,9 @@ class Abandon(NamedTuple):
 
 
 class SetFacts(NamedTuple):
-    """New shards say this. Follows a drain."""
+    """New shards say this, as metadata. Follows a drain."""
 
-    facts: ShardFacts
+    facts: dict[str, str]
 
 
 class Drain(NamedTuple):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from hashtap.directory import CaptureDirectory
 from hashtap.exponents import TableBuilder
+from hashtap.facts import ShardFacts
 from hashtap.flight import Flight, Record
 from hashtap.frame import Table
 from hashtap.logs import log
@@ -90,14 +91,15 @@ class WriterProcess:
         self._server = server
         self._ring = RingMemory.attach(start.ring_descriptor, start.ring_bytes)
         self._records: dict[int, Record] = {}
-        self._tables = TableBuilder(start.facts.geometry)
+        facts = ShardFacts.from_metadata(start.facts)
+        self._tables = TableBuilder(facts.geometry)
         self._table_told = False
         if start.table is not None:
             self._use(start.table)
         self._state = State({}, "")
         self._writer = Writer(
             CaptureDirectory.open(start.directory),
-            start.facts,
+            facts,
             threads=start.threads,
             codec=start.codec,
             shard_bytes=start.shard_bytes,
@@ -138,7 +140,7 @@ class WriterProcess:
             case NewTable(table):
                 self._use(table)
             case SetFacts(facts):
-                self._writer.set_facts(facts)
+                self._writer.set_facts(ShardFacts.from_metadata(facts))
             case Drain():
                 self._writer.drain()
                 self._tell_state()

@@ -185,7 +185,9 @@ class Writers:
         """
         facts = replace(self._facts, writer=uuid.uuid4().hex)
         ring = self._ring.descriptor, len(self._ring.bytes)
-        start = Start(facts, str(self._directory.path), *ring, table=self.table, **self._options)
+        start = Start(
+            facts.to_metadata(), facts.writer, str(self._directory.path), *ring, table=self.table, **self._options
+        )
         return WriterChild(start, self._hear, lambda child: self._inbox.put(partial(self._bury, child)))
 
     def _bury(self, child: WriterChild) -> None:
@@ -302,7 +304,7 @@ class Writers:
     def _tell_facts(self, facts: ShardFacts) -> None:
         self._facts = facts
         for child in self._children:
-            child.tell(SetFacts(replace(facts, writer=child.writer)))
+            child.tell(SetFacts(replace(facts, writer=child.writer).to_metadata()))
 
     def _ask(self, message: Drain | Close) -> None:
         """Ask all writers for something, and wait until it is done and what they said before is taken in."""

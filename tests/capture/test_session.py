@@ -54,7 +54,7 @@ class Host:
             directory_uuid=self.directory.uuid,
             writer=uuid4().hex,
             rank=0,
-            versions={},
+            versions={"torch": torch.__version__},  # not a plain str
             server_flags={},
         )
         self.now = 0.0

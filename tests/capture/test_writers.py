@@ -199,3 +199,12 @@ def test_a_session_forgets_its_prompts(tmp_path: Path) -> None:
         assert not child.known | child.forwards
         assert len(child.forgotten) < 10
     host.session.close()
+
+
+def test_a_writer_loads_nothing_heavy(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    assert captured(host, prompt(1, 30))
+    written(host)
+    for pid in processes(host):
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    host.session.close()
