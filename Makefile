@@ -33,7 +33,7 @@ test: $(ENVIRONMENT)
 	$(PY) -m pytest -q -m "not slow"
 
 test-all: $(ENVIRONMENT)
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -p tests.cells
 
 test-triton: $(TRITONS:%=.cache/triton-%/.installed)
 	set -e; for version in $(TRITONS); do \

@@ -1,8 +1,8 @@
 """The matrix of modes: which ways of SGLang to run a prompt are tested, and what must come of each.
 
 A test names its cells by ``@pytest.mark.cell(mode, outcome, how)``; outcomes are ``exact``, ``refused``, ``marked``.
-``make modes`` loads this module as a plugin (``-p tests.cells``), runs every test that names one and, if all
-pass, writes the table of ``docs/modes.md`` anew.
+``make modes`` and ``make test-all`` load this module as a plugin (``-p tests.cells``), run every test that names one
+and, if all pass, write the table of ``docs/modes.md`` anew.
 """
 
 import ast

@@ -75,6 +75,7 @@ def main(disk: Path, when_full: str) -> dict[str, Any]:
         for _ in range(5):
             run.send("after")
         wait_until(lambda: sealed(captures) >= run.promised(), 30, "all that was captured to be sealed")
+        wait_until(lambda: run.counters()["records"] >= len(run.promised()), 30, "the counters to say so")
         return {
             "states": {phase: [found["state"] for _, found, _ in answers] for phase, answers in run.sent.items()},
             "reasons": sorted({str(found["reason"]) for answers in run.sent.values() for _, found, _ in answers}),

@@ -126,8 +126,13 @@ class Soak:
 
         wait_until(quiet, 30, f"the counters to add up: {dict(counters())}")
         wait_until(lambda: not list(self.captures.glob("*.partial")), 30, "all to be sealed")
+
+        def sealed() -> bool:
+            now = counters()
+            return now["captured"] == now["records"] + now["duplicates"]
+
+        wait_until(sealed, 30, f"all that was captured to be counted as sealed: {dict(counters())}")
         now = counters()
-        assert now["captured"] == now["records"] + now["duplicates"], now
         for trouble in ("incomplete", "dropped", "needs_recompute", "failed_proofs", "bad_frames", "write_errors"):
             assert now[trouble] == 0, now
         assert now["ring_used_bytes"] == 0

@@ -30,7 +30,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 @pytest.mark.cell("tensor parallelism", "exact", "`--tp-size 2`: one rank writes, once")
 def test_two_tensor_parallel_ranks_write_once(tmp_path: Path, reference: Reference) -> None:
     prompts = random_prompts([5, 128, 300, 700, 33], seed=40)
-    with served(tmp_path, "--tp-size", 2, environment=TWO_RANKS) as server:
+    with served(tmp_path, "--tp-size", 2, "--capture-writers", 1, environment=TWO_RANKS) as server:
         for prompt, answer in zip(prompts, send_together(server.server, prompts), strict=True):
             assert receipt(answer)["rows"] == len(prompt)
         server.check(reference, *prompts)
@@ -44,7 +44,7 @@ def test_two_tensor_parallel_ranks_write_once(tmp_path: Path, reference: Referen
 @pytest.mark.cell("data parallelism", "exact", "`--dp-size 2`: each rank writes files of its own")
 def test_two_data_parallel_servers_share_a_directory(tmp_path: Path, reference: Reference) -> None:
     prompts = random_prompts([50] * 12, seed=41)
-    with served(tmp_path, "--dp-size", 2, environment=TWO_RANKS) as server:
+    with served(tmp_path, "--dp-size", 2, "--capture-writers", 1, environment=TWO_RANKS) as server:
         send_together(server.server, prompts)
         server.check(reference, *prompts)
         assert server.server.terminate() == 0

@@ -22,7 +22,7 @@ def test_one_is_killed_beside_the_other(tmp_path: Path) -> None:
     captures = tmp_path / "captures"
     halves = [random_prompts([200 + n for n in range(100)], seed=seed) for seed in (31, 32)]
     samples = [write_samples(tmp_path / f"{n}.jsonl", half, prefix=f"h{n}-") for n, half in enumerate(halves)]
-    flags = (*COMMON_FLAGS, *capture_flags(captures, 1, 4, 6), "--capture-shard-gib", 0.003)
+    flags = (*COMMON_FLAGS, *capture_flags(captures, 1, 4, 6), "--capture-shard-gib", 0.003, "--capture-writers", 1)
 
     def extract(number: int, server: Server) -> tuple[object, ...]:
         return ("extract", samples[number], "--server", server.url, "--out", captures, "--concurrency", 4)
