@@ -47,7 +47,10 @@ def test_an_abort_takes_all_that_begin_alike(busy: Served, reference: Reference)
     rids = ["s-1", *(f"s-{number}" for number in range(10, 19)), "t-1"]
     before = busy.counters()
     with ThreadPoolExecutor(11) as pool:
-        answers = [pool.submit(busy.server.generate, p, rid=r) for p, r in zip(prompts, rids, strict=True)]
+        answers = [
+            pool.submit(busy.server.generate, p, rid=r, max_new_tokens=150, ignore_eos=True)
+            for p, r in zip(prompts, rids, strict=True)
+        ]
         wait_until(lambda: (busy.counters() - before)["admitted"] == 11, 30, "all to arrive")
         httpx.post(f"{busy.server.url}/abort_request", json={"rid": "s-1"}, timeout=60).raise_for_status()
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
