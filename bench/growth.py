@@ -61,10 +61,9 @@ REASONS = {
         -0.01,
         "A row has its proof and sum, a frame its header, checks and calls, whatever the width: wide rows share it.",
     ),
-    "thread seconds a raw GB": Reason(
+    "writer seconds a raw GB": Reason(
         0.5,
-        "Bare zstd is twice as fast on two threads; the writer's threads share one interpreter lock for checks and "
-        "calls, about a quarter of a frame's time, and append to one file in turn.",
+        "Two writers share the memory, the last cache and, on a machine of two cores, these with what feeds them.",
     ),
     "ms a shard to open": Reason(0.01, "Listing the directory and joining take a moment even for one shard."),
     "ms a shard to open again": Reason(
