@@ -87,7 +87,7 @@ class Flight:
     Attributes:
         buffer: uint8, the bytes of the frames once they are there.
         wait: returns when they are there.
-        frames: ``(offset, frame_bytes, record)`` of each frame; read on a writer thread, once.
+        frames: ``(offset, frame_bytes, record)`` of each frame; read off the scheduler's thread, once.
         release: called exactly once, when ``buffer`` is not needed any more.
     """
 

@@ -6,6 +6,7 @@ It neither grows while serving nor fails late. Writers only read it. On a GPU se
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ class RingMemory:
         self.descriptor = descriptor
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self.bytes: Bytes = np.frombuffer(mmap.mmap(descriptor, ring_bytes, flags=flags, prot=protection), np.uint8)
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
     @classmethod
     def create(cls, ring_bytes: int) -> "RingMemory":
@@ -56,9 +58,6 @@ class RingMemory:
     def attach(cls, descriptor: int, ring_bytes: int) -> "RingMemory":
         """Map a ring that another process took, to read it."""
         return cls(descriptor, ring_bytes, mmap.PROT_READ)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 def _available_bytes() -> int:

@@ -2,7 +2,7 @@
 
 The kernel gathers into a staging slot on the device, so the layer tensors are held for the kernel's
 time and not for the link's. Nothing here waits: the forward's stream waits on the device when all
-slots are still being copied, the writer's thread waits for the event of a flight.
+slots are still being copied, the thread that hands flights to the writers waits for a flight's event.
 """
 
 import weakref

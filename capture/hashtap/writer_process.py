@@ -16,6 +16,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from hashtap import writer_messages as messages
 from hashtap.directory import CaptureDirectory
 from hashtap.exponents import TableBuilder
 from hashtap.facts import ShardFacts
@@ -24,22 +25,6 @@ from hashtap.frame import Table
 from hashtap.logs import log
 from hashtap.ring_memory import RingMemory
 from hashtap.writer import Writer
-from hashtap.writer_messages import (
-    Abandon,
-    Close,
-    Done,
-    Drain,
-    Failed,
-    Forward,
-    Log,
-    NewPass,
-    NewTable,
-    Ready,
-    Released,
-    SetFacts,
-    Start,
-    State,
-)
 
 __all__ = ["Server", "WriterProcess", "main"]
 
@@ -63,7 +48,7 @@ class Server:
             with self._sending:
                 self.pipe.send(message)
         except OSError:
-            if isinstance(message, Log):
+            if isinstance(message, messages.Log):
                 print(f"hashtap: {message.text}", file=sys.stderr)
 
     def next_message(self, wait_s: float) -> object:
@@ -87,7 +72,7 @@ class WriterProcess:
         start: its first message.
     """
 
-    def __init__(self, server: Server, start: Start) -> None:
+    def __init__(self, server: Server, start: messages.Start) -> None:
         self._server = server
         self._ring = RingMemory.attach(start.ring_descriptor, start.ring_bytes)
         self._records: dict[int, Record] = {}
@@ -96,7 +81,7 @@ class WriterProcess:
         self._table_told = False
         if start.table is not None:
             self._use(start.table)
-        self._state = State({}, "")
+        self._state = messages.State({}, "")
         self._writer = Writer(
             CaptureDirectory.open(start.directory),
             facts,
@@ -106,16 +91,16 @@ class WriterProcess:
             seal_after_s=start.seal_after_s,
             observe=self._observe,
             tables=self._tables.by_id,
-            failed=lambda record: server.tell(Failed(record.serial)),
+            failed=lambda record: server.tell(messages.Failed(record.serial)),
         )
 
     def run(self) -> None:
         """Serve until the server closes this writer or is gone."""
         self._tell_state()
-        self._server.tell(Ready())
+        self._server.tell(messages.Ready())
         try:
             told_at = time.monotonic()
-            while not isinstance(message := self._server.next_message(STATE_EVERY_S), Close):
+            while not isinstance(message := self._server.next_message(STATE_EVERY_S), messages.Close):
                 self._take(message)
                 if time.monotonic() - told_at >= STATE_EVERY_S:
                     self._tell_state()
@@ -124,29 +109,29 @@ class WriterProcess:
             log.warning("the server is gone: what it captured is sealed, then its writer ends")
         self._writer.close()
         self._tell_state()
-        self._server.tell(Done())
+        self._server.tell(messages.Done())
 
     def _take(self, message: object) -> None:
         match message:
-            case Forward(number, passes, frames, forgotten):
+            case messages.Forward(number, passes, frames, forgotten):
                 for serial in forgotten:
                     del self._records[serial]
                 self._records |= {each.serial: self._record(each) for each in passes}
                 theirs = [(offset, size, self._records[serial]) for offset, size, serial in frames]
-                released = partial(self._server.tell, Released(number))
+                released = partial(self._server.tell, messages.Released(number))
                 self._writer.submit(Flight(self._ring.bytes, _there, theirs, released))
-            case Abandon(serial):
+            case messages.Abandon(serial):
                 self._writer.abandon(serial)
-            case NewTable(table):
+            case messages.NewTable(table):
                 self._use(table)
-            case SetFacts(facts):
+            case messages.SetFacts(facts):
                 self._writer.set_facts(ShardFacts.from_metadata(facts))
-            case Drain():
+            case messages.Drain():
                 self._writer.drain()
                 self._tell_state()
-                self._server.tell(Done())
+                self._server.tell(messages.Done())
 
-    def _record(self, new: NewPass) -> Record:
+    def _record(self, new: messages.NewPass) -> Record:
         ids = np.frombuffer(new.token_ids, np.int64)
         donor = None if new.donor is None else self._records[new.donor]
         return Record(new.serial, new.key, ids, new.salt, shared_tokens=new.shared_tokens, donor=donor)
@@ -159,10 +144,10 @@ class WriterProcess:
         self._tables.observe(values)
         if self._tables.table is not None and not self._table_told:
             self._table_told = True
-            self._server.tell(NewTable(self._tables.table))
+            self._server.tell(messages.NewTable(self._tables.table))
 
     def _tell_state(self) -> None:
-        state = State(self._writer.counters(), self._writer.trouble)
+        state = messages.State(self._writer.counters(), self._writer.trouble)
         if state != self._state:
             self._state = state
             self._server.tell(state)
@@ -176,7 +161,7 @@ class _ToServer(logging.Handler):
         self._server = server
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._server.tell(Log(record.levelno, self.format(record)))
+        self._server.tell(messages.Log(record.levelno, self.format(record)))
 
 
 def _there() -> None:

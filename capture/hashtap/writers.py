@@ -21,6 +21,7 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
+from hashtap import writer_messages as messages
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, SetupError
 from hashtap.facts import ShardFacts
@@ -31,21 +32,6 @@ from hashtap.recover import recover
 from hashtap.ring_memory import RingMemory
 from hashtap.writer import COUNTS
 from hashtap.writer_child import WriterChild
-from hashtap.writer_messages import (
-    Abandon,
-    Close,
-    Done,
-    Drain,
-    Failed,
-    Forward,
-    Log,
-    NewPass,
-    NewTable,
-    Released,
-    SetFacts,
-    Start,
-    State,
-)
 
 __all__ = ["Writers"]
 
@@ -137,7 +123,7 @@ class Writers:
 
     def drain(self) -> None:
         """Wait until all that was submitted is written and sealed; what a full disk does not take now is lost."""
-        self._ask(Drain())
+        self._ask(messages.Drain())
 
     def set_facts(self, facts: ShardFacts) -> None:
         """The weights changed: say so in new shards. Call it after :meth:`drain`; no record goes across."""
@@ -152,7 +138,7 @@ class Writers:
             if self._closing:
                 return
             self._closing = True
-        self._ask(Close())
+        self._ask(messages.Close())
         self._inbox.put(None)
         self._sender.join()
         for child in self._children:
@@ -185,7 +171,7 @@ class Writers:
         """
         facts = replace(self._facts, writer=uuid.uuid4().hex)
         ring = self._ring.descriptor, len(self._ring.bytes)
-        start = Start(
+        start = messages.Start(
             facts.to_metadata(), facts.writer, str(self._directory.path), *ring, table=self.table, **self._options
         )
         return WriterChild(start, self._hear, lambda child: self._inbox.put(partial(self._bury, child)))
@@ -235,46 +221,45 @@ class Writers:
                 log.exception("the writers could not be told something")
 
     def _send_flight(self, number: int, flight: Flight) -> None:
-        messages: dict[int, Forward] = {}
-        records: list[Record] = []
+        frames: list[tuple[int, int, Record]] = []
         try:
-            for offset, size, record in flight.frames:
-                records.append(record)
-                at = record.key[0] % len(self._children)
-                child = self._children[at]
-                if self._is_lost(record) or child.ended:
-                    continue
-                message = messages.setdefault(at, Forward(number, [], [], []))
-                if record.serial not in child.known:
-                    message.passes.append(self._introduce(record, child))
-                message.frames.append((offset, size, record.serial))
+            frames += flight.frames
             flight.wait()
         except Exception:
-            log.exception("the frames of a forward did not arrive: its %d frames are not stored", len(records))
+            log.exception("the frames of a forward did not arrive: its %d frames are not stored", len(frames))
             with self._lock:
-                self._past["bad_frames"] += len(records)
-            for record in records:
+                self._past["bad_frames"] += len(frames)
+            for _, _, record in frames:
                 record.failed = True
                 self._abandon(record.serial, record.key)
-            messages = {}
+        parts: dict[WriterChild, messages.Forward] = {}
+        for offset, size, record in frames:
+            child = self._child_of(record.key)
+            if self._is_lost(record) or child.ended:
+                continue
+            part = parts.setdefault(child, messages.Forward(number, [], [], []))
+            if record.serial not in child.known:
+                part.passes.append(self._introduce(record, child))
+            part.frames.append((offset, size, record.serial))
         with self._lock:
-            self._waiting[number].writers = len(messages) + 1
-            for at in messages:
-                self._children[at].forwards.add(number)
-        for at, message in messages.items():
-            child = self._children[at]
-            message.forgotten[:], child.forgotten = child.forgotten, []
-            child.tell(message)
+            self._waiting[number].writers = len(parts) + 1
+            for child in parts:
+                child.forwards.add(number)
+        for child, part in parts.items():
+            part.forgotten[:], child.forgotten = child.forgotten, []
+            child.tell(part)
         self._release(number)
 
-    def _introduce(self, record: Record, child: WriterChild) -> NewPass:
+    def _introduce(self, record: Record, child: WriterChild) -> messages.NewPass:
         """What a writer has to know of a pass before its first frame."""
         child.known.add(record.serial)
         self._records[record.serial] = record
         gone = partial(self._forget, record.serial, record.key)
         weakref.finalize(record, self._inbox.put, gone).atexit = False
         donor = None if record.donor is None else record.donor.serial
-        return NewPass(record.serial, record.key, record.token_ids.tobytes(), record.salt, record.shared_tokens, donor)
+        return messages.NewPass(
+            record.serial, record.key, record.token_ids.tobytes(), record.salt, record.shared_tokens, donor
+        )
 
     def _is_lost(self, record: Record) -> bool:
         """Whether no record can come of a pass: a writer died with its first rows, or its donor failed."""
@@ -285,7 +270,7 @@ class Writers:
     def _abandon(self, serial: int, key: bytes) -> None:
         child = self._child_of(key)
         if serial in child.known:
-            child.tell(Abandon(serial))
+            child.tell(messages.Abandon(serial))
 
     def _forget(self, serial: int, key: bytes) -> None:
         self._lost.discard(serial)
@@ -298,15 +283,15 @@ class Writers:
         """The first table that a writer made is the run's."""
         if self.table is None:
             for child in self._children:
-                child.tell(NewTable(table))
+                child.tell(messages.NewTable(table))
             self.table = table
 
     def _tell_facts(self, facts: ShardFacts) -> None:
         self._facts = facts
         for child in self._children:
-            child.tell(SetFacts(replace(facts, writer=child.writer).to_metadata()))
+            child.tell(messages.SetFacts(replace(facts, writer=child.writer).to_metadata()))
 
-    def _ask(self, message: Drain | Close) -> None:
+    def _ask(self, message: messages.Drain | messages.Close) -> None:
         """Ask all writers for something, and wait until it is done and what they said before is taken in."""
         answers, heard = [threading.Event() for _ in self._children], threading.Event()
         self._inbox.put(partial(self._ask_each, message, answers))
@@ -315,7 +300,7 @@ class Writers:
         self._inbox.put(heard.set)
         heard.wait()
 
-    def _ask_each(self, message: Drain | Close, answers: list[threading.Event]) -> None:
+    def _ask_each(self, message: messages.Drain | messages.Close, answers: list[threading.Event]) -> None:
         for child, answer in zip(self._children, answers, strict=True):
             if child.ended:
                 answer.set()
@@ -331,24 +316,26 @@ class Writers:
 
     def _hear(self, child: WriterChild, message: object) -> None:
         match message:
-            case Released(number):
+            case messages.Released(number):
                 with self._lock:
                     child.forwards.discard(number)
                 self._release(number)
-            case State(counters, trouble):
+            case messages.State(counters, trouble):
                 with self._lock:
                     child.counters, child.trouble = counters, trouble
-            case NewTable(table):
+            case messages.NewTable(table):
                 self._inbox.put(partial(self._adopt, table))
-            case Failed(serial):
+            case messages.Failed(serial):
                 self._fail(serial)
-            case Done():
+            case messages.Done():
                 with self._lock:
                     asked, answer = child.asked.popleft()
-                child.ended = isinstance(asked, Close)
+                child.ended = isinstance(asked, messages.Close)
                 answer.set()
-            case Log(level, text):
-                log.log(level, text)
+            case messages.Log(level, text):
+                # Past the limit on repeats, which the writer has applied.
+                if log.isEnabledFor(level):
+                    log.callHandlers(log.makeRecord(log.name, level, __name__, 0, text, (), None))
 
     def _release(self, number: int) -> None:
         """One of those that have frames of a forward is done with them."""

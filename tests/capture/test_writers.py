@@ -1,6 +1,7 @@
 """Writers as processes: they die, they stop for a while, their server dies, and nothing wrong comes of it."""
 
 import gc
+import logging
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ import hashtap
 from hashtap import writers
 from hashtap.errors import SetupError
 from hashtap.identity import prompt_key
+from hashtap.logs import RepeatLimit, log
+from hashtap.ring_memory import RingMemory
 from hashtap.verify import verify
 from hashtap_kernels.layout import Dtype
 
@@ -208,3 +211,52 @@ def test_a_writer_loads_nothing_heavy(tmp_path: Path) -> None:
     for pid in processes(host):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     host.session.close()
+
+
+def test_a_copy_that_fails_costs_its_own_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writers never hear of them, and go on."""
+    caplog.set_level(logging.CRITICAL, "hashtap")  # a line that is kept keeps the prompt, by its traceback
+    host = Host(tmp_path, dtype=Dtype.FP32, capture_writers=1)
+    before, send = processes(host), host.session._transport.send
+
+    def fails() -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.session._transport, "send", lambda *given, **more: send(*given, **more) and fails)
+        assert captured(host, prompt(1, 30))
+        written(host)
+    gc.collect()
+    for number in range(2, 12):
+        assert captured(host, prompt(number, 30))
+    reader = host.close()
+    assert set(reader.keys()) == {prompt_key(prompt(number, 30)) for number in range(2, 12)}
+    counts = host.session.counters()
+    assert (processes(host), counts["bad_frames"], counts["write_errors"]) == (before, 1, 0)
+    assert counts["ring_used_bytes"] == 0
+
+
+def test_a_writers_lines_reach_the_log_and_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hashtap")
+    host = Host(tmp_path)
+    assert captured(host, prompt(1, 30))
+    host.session.close()
+    assert any(message.startswith("sealed ") for message in caplog.messages)
+    (limit,) = (each for each in log.filters if isinstance(each, RepeatLimit))
+    assert not [text for text in limit._seen if str(tmp_path) in text]
+
+
+def test_memory_that_cannot_be_mapped_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr("os.close", lambda descriptor: (closed.append(descriptor), close(descriptor)))
+    monkeypatch.setattr("hashtap.ring_memory.mmap.mmap", fails)
+    with pytest.raises(SetupError, match=r"--capture-ring-gib .* cannot be had .*Cannot allocate memory"):
+        RingMemory.create(1 << 20)
+    gc.collect()
+    assert len(closed) == 1
