@@ -15,7 +15,7 @@ KERNELS = ROOT / "kernels" / "hashtap_kernels"
 LAYERS = [
     {"errors", "logs", "config", "identity", "spans", "ring", "ring_memory", "estimate", "forecast", "model_config"},
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
-    {"flight", "donors", "ledger", "arrival", "writer", "checks", "report", "verify"}
+    {"flight", "donors", "ledger", "arrival", "shard_sequence", "writer", "checks", "report", "verify"}
     | {
         "salvage",
         "recover",

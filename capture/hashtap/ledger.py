@@ -1,10 +1,10 @@
-"""Which records are open, complete, failed or abandoned: the writer's bookkeeping.
+"""Which flights are under way, and which records open, complete, failed or abandoned: the writer's bookkeeping.
 
 Not thread safe: the writer holds its lock around every call but :meth:`Ledger.abandon`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from hashtap.flight import Record
 from hashtap.header import Header
@@ -20,6 +20,7 @@ class Ledger:
         failed: is told of each record of which nothing comes.
 
     Attributes:
+        flights: numbers of those that are not released yet.
         duplicates: complete records whose key was listed already.
         doubled: records of which rows came twice.
         waste_bytes: stored bytes of frames that will belong to no record.
@@ -27,9 +28,11 @@ class Ledger:
 
     def __init__(self, failed: Callable[[Record], None] = lambda _: None) -> None:
         self._failed = failed
+        self.flights: set[int] = set()
         self.duplicates = 0
         self.doubled = 0
         self.waste_bytes = 0
+        self._submitted = 0  # number of the last flight
         self._open: dict[int, Record] = {}  # by serial: some frames stored, but not all
         self._keys: set[bytes] = set()  # of the records listed in this epoch
         self._listed: dict[int, list[Record]] = {}  # by the number of a shard that is not ended
@@ -42,22 +45,27 @@ class Ledger:
         """Passes that are remembered although no shard lists them: open ones and abandoned ones."""
         return len(self._open) + len(self._abandoned)
 
+    def submit(self) -> int:
+        """A flight is under way from now on; returns its number."""
+        self._submitted += 1
+        self.flights.add(self._submitted)
+        return self._submitted
+
+    def release(self, flight: int) -> None:
+        """All frames of a flight are stored or given up."""
+        self.flights.remove(flight)
+
     def abandon(self, serial: int) -> None:
         """The pass will bring no more frames. Safe in a finalizer, without a lock."""
         self._abandoned_news.append(serial)
 
-    def take_abandoned(self, submitted: int, outstanding: Iterable[int]) -> None:
-        """Fail the abandoned passes. Each is remembered as long as frames of it may be under way.
-
-        Args:
-            submitted: number of the last flight.
-            outstanding: numbers of those that are not released.
-        """
+    def take_abandoned(self) -> None:
+        """Fail the abandoned passes. Each is remembered as long as frames of it may be under way."""
         while self._abandoned_news:
-            self._abandoned[self._abandoned_news.popleft()] = submitted
+            self._abandoned[self._abandoned_news.popleft()] = self._submitted
         if not self._abandoned:
             return
-        oldest = min(outstanding, default=submitted + 1)
+        oldest = min(self.flights, default=self._submitted + 1)
         for serial, before in list(self._abandoned.items()):
             record = self._open.get(serial)
             if record is not None:

@@ -196,7 +196,7 @@ class Host:
     def settle(self) -> None:
         """Wait until all that was sent is in the file, sealed or not."""
         end = time.monotonic() + 20
-        while self.writer.counters()["queue"] or ((shard := self.writer._shard) is not None and shard.dirty):
+        while self.writer.counters()["queue"] or ((shard := self.writer._shards.current) is not None and shard.dirty):
             assert time.monotonic() < end
             time.sleep(0.002)
 

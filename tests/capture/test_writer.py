@@ -351,7 +351,7 @@ def test_no_shard_is_empty(tmp_path: Path, count: int) -> None:
 
 
 def test_no_shard_has_more_frames_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hashtap.writer.MAX_FRAMES", 32)
+    monkeypatch.setattr("hashtap.shard_sequence.MAX_FRAMES", 32)
     prompts = [[n] for n in range(200)]
     with Host(tmp_path, threads=2) as host:
         for ids in prompts:
