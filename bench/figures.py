@@ -1,6 +1,7 @@
 """``make bench``: every figure that has a bar, one line each: ``name value bar ok`` or ``… SHORT``.
 
-A figure that falls short is measured twice more and the median decides; the exit status is 1 if one is SHORT then.
+A measurement with a figure that falls short is made twice more, and the median decides; the exit status is 1 if one is
+SHORT then.
 ``python bench/figures.py NAME …`` measures some of them. Each run writes a record to ``bench/results/``.
 """
 
@@ -53,15 +54,10 @@ class Measured:
 
 def measurements() -> dict[str, Callable[[], Measured]]:
     """All measurements by name."""
-    from bench import capture_cost, hot_path, plan, shards, step_time
+    from bench import capture_cost, hot_path, memory, opening, plan, reading, step_time, writing
 
-    return {
-        "hot_path": hot_path.measure,
-        "shards": shards.measure,
-        "step_time": step_time.measure,
-        "plan": plan.measure,
-        "capture_cost": capture_cost.measure,
-    }
+    modules = (hot_path, writing, reading, opening, memory, step_time, plan, capture_cost)
+    return {module.__name__.removeprefix("bench."): module.measure for module in modules}
 
 
 def measure(run: Callable[[], Measured], *, once: bool = False) -> tuple[list[Figure], list[Measured]]:

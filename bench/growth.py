@@ -22,6 +22,7 @@ from bench import hot_path, shards
 from bench.captured import FORWARD, captured
 from bench.clock import Clock
 from bench.feed import HIDDEN, Feed
+from bench.opening import sparse_shard
 from bench.report import growth_rows
 from bench.slopes import Curve, Reason, draw
 
@@ -156,7 +157,7 @@ def opening() -> list[Curve]:
         directories = {count: CaptureDirectory.create(Path(work) / str(count)) for count in SHARDS}
         for count, directory in directories.items():
             for number in range(count):
-                shards.sparse_shard(directory.path / f"shard-{number:05d}.safetensors", number)
+                sparse_shard(directory.path / f"shard-{number:05d}.safetensors", number)
 
         def measure(count: int) -> tuple[float, ...]:
             directory = directories[count]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.feed import Feed
-from bench.shards import bare_zstd, captures, check, write
+from bench.shards import captures, check, write
+from bench.writing import bare_zstd
 
 from hashtap.directory import CaptureDirectory
 from hashtap.reader import Reader
