@@ -10,6 +10,7 @@ from pathlib import Path
 from secrets import randbits
 from shutil import disk_usage
 from typing import Any
+from weakref import WeakSet
 
 import hashtap
 from hashtap.config import CaptureConfig
@@ -92,6 +93,7 @@ class Rank:
         self._info: dict[str, Any] = {}
         self._others: dict[str, ShardFacts] = {}  # shards that were there before
         self._watch: Watch | None = None
+        self._requests: WeakSet[Any] = WeakSet()  # SGLang's, that are captured
         self._device = "cpu"
         self._forward: _Forward | None = None  # the forward pass that runs now
         self._reached = False  # whether that pass came to the point where rows are taken
@@ -179,9 +181,13 @@ class Rank:
         return RankReport(hashtap.__version__, self.session is not None, self.boundaries, tuple(unhooked), self._info)
 
     def state(self) -> dict[str, Any]:
-        """The epoch and the counters now, as plain data."""
+        """The epoch and the counters now, as plain data. Called on the scheduler's thread."""
         if self.session is None:
             return {}
+        # A batch of SGLang's keeps the request whose chunk it held, until a later batch takes its place.
+        for req in [req for req in self._requests if req.finished_reason is not None]:
+            self._requests.discard(req)
+            del req.hashtap
         return {"epoch": self.session.facts.epoch, "counters": self.session.counters()}
 
     def summary(self) -> str:
@@ -209,8 +215,9 @@ class Rank:
         if self.session is None or hasattr(req, "hashtap"):
             return
         if wants_capture(req, self.config.capture_requests, self._health_prefix):
-            # On the request itself: it is tracked exactly as long as SGLang keeps it.
+            # On the request itself: it is tracked no longer than SGLang keeps it.
             req.hashtap = self.session.admit(req.rid, req.origin_input_ids, refuse=refusal(req))
+            self._requests.add(req)
 
     def begin_forward(self, batch: Any) -> bool:
         """A forward pass begins; whether it may hold prompt rows, so that :meth:`end_forward` must follow."""

@@ -32,10 +32,11 @@ def sglang() -> SimpleNamespace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchvision warns when it is imported
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
         from sglang.srt.sampling.sampling_params import SamplingParams
     return SimpleNamespace(
+        FINISH_ABORT=FINISH_ABORT,
         Req=Req,
         SamplingParams=SamplingParams,
         ForwardBatch=ForwardBatch,
@@ -243,4 +244,14 @@ def test_what_the_ids_do_not_say(runner: Runner, fields: dict[str, Any]) -> None
     assert receipts is not None
     assert receipts[0] is not None
     assert (receipts[0]["state"], receipts[0]["rows"]) == ("refused", 0)
+    runner.assert_stored()
+
+
+def test_an_aborted_prompt_that_sglang_keeps_is_over(runner: Runner) -> None:
+    req = runner.request(40)
+    runner.forward(runner.batch("EXTEND", [(req, 0, 16)]), [(req, 0, 16)])
+    assert runner.rank.state()["counters"]["aborted"] == 0
+    req.finished_reason = runner.sglang.FINISH_ABORT("Aborted")
+    counters = runner.rank.state()["counters"]
+    assert (counters["admitted"], counters["captured"], counters["aborted"]) == (1, 0, 1)
     runner.assert_stored()
