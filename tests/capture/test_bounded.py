@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 RING_MB, ROUNDS = 256, 500
 
 CHILD = """
-import json, os, sys, threading, time
+import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from tests.attacks.victim import memory
@@ -24,13 +24,15 @@ host = test_session.Host(path, capture_ring_gib=ring_mb / 1024, capture_codec="n
 ids = list(range(512))
 rows = host.states(ids)
 host.states = lambda *_: rows  # they take longer to make than to capture
-waits, peaks, pwrite, ring_was_full = 0, [], os.pwrite, threading.Event()
-os.pwrite = lambda *arguments: (ring_was_full.wait(), pwrite(*arguments))[1]  # the disk stands still until then
+waits, peaks, writers = 0, [], host.session._writers.pids
+for pid in writers:
+    os.kill(pid, signal.SIGSTOP)  # until the ring is full
 for number in range(rounds):
     kept = host.admit(str(number), [number, *ids[1:]])
     while not host.session.may_admit():
         waits += 1
-        ring_was_full.set()
+        for pid in writers:
+            os.kill(pid, signal.SIGCONT)
         time.sleep(0.01)
     assert host.forward((str(number), [number, *ids[1:]], 0))[0]["state"] == "captured"
     peaks.append(memory("VmHWM"))
