@@ -78,11 +78,26 @@ def write_table(cells: list[Cell], sglang: str) -> None:
     TABLE.write_text(HEAD.format(sglang=sglang, outcomes=outcomes) + rows)
 
 
+_passed: set[Cell] = set()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have each report say which cells its test names: tests may run in several processes."""
+    for item in items:
+        cells = (Cell(*marker.args, _where(item.path)) for marker in item.iter_markers("cell"))
+        item.user_properties.extend(("cell", tuple(cell)) for cell in cells)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the cells of a test that passed."""
+    if report.when == "call" and report.passed:
+        _passed.update(Cell(*map(str, value)) for name, value in report.user_properties if name == "cell")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the table when everything that names a cell ran and passed."""
     named = cells_of_tests()
-    ran = {Cell(*marker.args, _where(item.path)) for item in session.items for marker in item.iter_markers("cell")}
-    if exitstatus == 0 and not session.config.option.collectonly and ran == set(named):
+    if exitstatus == 0 and _passed == set(named):
         write_table(named, version("sglang"))
         print(f"\nwrote {TABLE}")
