@@ -34,7 +34,7 @@ test: $(ENVIRONMENT)
 
 # Most of these tests wait for a server that starts on one core, so two files at a time take half as long.
 test-all: $(ENVIRONMENT)
-	$(PY) -m pytest -q -p tests.cells -m "not trainer" -n 2 --dist loadfile --no-loadscope-reorder --benchmark-disable
+	$(PY) -m pytest -q -p tests.cells -m "not trainer" -n 2 --dist loadfile --no-loadscope-reorder --benchmark-disable --timeout 600
 
 test-triton: $(TRITONS:%=.cache/triton-%/.installed)
 	set -e; for version in $(TRITONS); do \

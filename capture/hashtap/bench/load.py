@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from hashtap.bench.counted import Got
+from hashtap.bench.servers import client_for_threads
 from hashtap.bench.sides import RID_PREFIX
 
 __all__ = ["UNCOUNTED", "Sent", "decode_step_s", "send"]
@@ -58,7 +57,7 @@ def send(
     Raises:
         httpx.HTTPError: when one of them is not answered, or with an error.
     """
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(in_flight) as pool:
+    with client_for_threads(url, TIMEOUT_S) as client, ThreadPoolExecutor(in_flight) as pool:
 
         def one(input_ids: list[int]) -> tuple[float, Got]:
             started = time.perf_counter()
@@ -77,7 +76,7 @@ def decode_step_s(url: str, prompts: Sequence[list[int]], tokens: int) -> float:
     Raises:
         httpx.HTTPError: as :func:`send`.
     """
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(len(prompts)) as pool:
+    with client_for_threads(url, TIMEOUT_S) as client, ThreadPoolExecutor(len(prompts)) as pool:
 
         def one(input_ids: list[int]) -> float:
             body = _body(input_ids, tokens, UNCOUNTED) | {"stream": True}

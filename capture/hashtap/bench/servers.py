@@ -19,12 +19,21 @@ import psutil
 
 from hashtap.config import child_environment
 
-__all__ = ["Server", "ServerFailed", "cpu_environment", "pss_bytes", "sglang_command"]
+__all__ = ["Server", "ServerFailed", "client_for_threads", "cpu_environment", "pss_bytes", "sglang_command"]
 
 BOOT_S = 150.0
 STOP_S = 60.0
 BOOTS = 2
 """A start was once seen to hang, for a reason that its lost log would have told: print the log and start again."""
+
+
+def client_for_threads(url: str, timeout_s: float = 5.0) -> httpx.Client:
+    """A client that threads may share: it closes no connection to keep few of them.
+
+    httpcore 1.0.9 may choose one that a thread is about to use, whose request then fails or waits until its time-out
+    (encode/httpcore#1110). Drop the limits when that is mended.
+    """
+    return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(keepalive_expiry=2.0))
 
 
 class ServerFailed(Exception):
@@ -88,7 +97,7 @@ class Server:
         self.environment = child_environment({"PYTHONFAULTHANDLER": "1"} | (environment or {}))
         self.process: subprocess.Popen[bytes] | None = None
         # One client for all questions: making one takes longer than most answers.
-        self.http = httpx.Client(base_url=self.url)
+        self.http = client_for_threads(self.url)
 
     def __enter__(self) -> Self:
         try:
