@@ -32,7 +32,7 @@ demo: $(ENVIRONMENT)
 test: $(ENVIRONMENT)
 	$(PY) -m pytest -q -m "not slow"
 
-# Most of these tests wait for a server that starts on one core, so two files at a time take half as long.
+# A server that starts keeps one core busy: two files at a time.
 test-all: $(ENVIRONMENT)
 	$(PY) -m pytest -q -p tests.cells -m "not trainer" -n 2 --dist loadfile --no-loadscope-reorder --benchmark-disable --timeout 600
 

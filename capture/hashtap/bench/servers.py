@@ -28,10 +28,10 @@ BOOTS = 2
 
 
 def client_for_threads(url: str, timeout_s: float = 5.0) -> httpx.Client:
-    """A client that threads may share: it closes no connection to keep few of them.
+    """A client that threads may share: it keeps as many connections as there were requests at a time.
 
-    httpcore 1.0.9 may choose one that a thread is about to use, whose request then fails or waits until its time-out
-    (encode/httpcore#1110). Drop the limits when that is mended.
+    To keep fewer, httpcore 1.0.9 may close one that a thread is about to use, whose request then fails or waits until
+    its time-out (encode/httpcore#1110). Use httpx's own limits again when that is mended.
     """
     return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(keepalive_expiry=2.0))
 
