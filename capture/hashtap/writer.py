@@ -88,8 +88,8 @@ class Writer:
         self._tables = tables
         self._pid = os.getpid()
 
-        # One lock guards all that follows, held for moments only: submit() takes it on the thread of the server's
-        # scheduler. Threads that look for work wait apart from the rest: each flight and each frame wakes one of them.
+        # One lock guards all that follows, held for moments only, never over a disk write: submit() takes it. Threads
+        # that look for work wait apart from the rest: each flight and each frame wakes one of them, not all.
         lock = threading.RLock()
         self._changed, self._work = threading.Condition(lock), threading.Condition(lock)
         self._flights: deque[tuple[int, Flight]] = deque()
