@@ -39,7 +39,7 @@ LAYERS = [
         "progress",
         "show",
     },
-    {"writer_messages", "writer_process", "writer_child", "writers"}
+    {"writer_messages", "writer_process", "writer_child", "unwritten", "told_passes", "writers"}
     | {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
     {"epoch", "layers", "final_states", "targets", "releases", "modes"}
     | {"rank", "handshake", "requests", "routes", "sglang_seam"},

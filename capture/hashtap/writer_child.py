@@ -35,9 +35,7 @@ class WriterChild:
         ended: whether it is gone for good.
         counters: what it counted, as it told last.
         trouble: why the disk takes nothing; empty while it does.
-        known: serials of the passes that it was told of.
-        forgotten: of these, those to be forgotten with the next forward.
-        forwards: numbers of those that it has frames of.
+        forgotten: serials of passes that it is to forget with the next forward.
         asked: what it was asked and has not answered, each with the event that the answer sets.
     """
 
@@ -52,9 +50,7 @@ class WriterChild:
         self.ended = False
         self.counters: dict[str, int] = {}
         self.trouble = ""
-        self.known: set[int] = set()
         self.forgotten: list[int] = []
-        self.forwards: set[int] = set()
         self.asked: deque[tuple[Drain | Close, threading.Event]] = deque()
         self._heard, self._died = heard, died
         self._pipe, theirs = Pipe()

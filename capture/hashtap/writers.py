@@ -7,19 +7,16 @@ A writer that dies takes with it the forwards that it had not written. Its passe
 when no seal comes; what it left on disk is recovered, and another one takes its place.
 """
 
-import itertools
 import os
 import threading
 import time
 import uuid
-import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hashtap import writer_messages as messages
 from hashtap.directory import CaptureDirectory
@@ -30,21 +27,18 @@ from hashtap.frame import Table
 from hashtap.logs import log
 from hashtap.recover import recover
 from hashtap.ring_memory import RingMemory
+from hashtap.told_passes import ToldPasses
+from hashtap.unwritten import UnwrittenForwards
 from hashtap.writer import COUNTS
 from hashtap.writer_child import WriterChild
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Writers"]
 
 RESTART_S = 5.0
 """The least time between two starts of the same writer."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A forward that is not written yet."""
-
-    writers: int  # that still need its bytes, the sender's thread included
-    release: Callable[[], None]
 
 
 class Writers:
@@ -84,14 +78,11 @@ class Writers:
         self._options = {"threads": threads, **options}
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows, held for moments only
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Waiting] = {}
         self._past: Counter[str] = Counter()  # counted by writers that died, and by the server itself
         self._closing = False
-        # Of the sender's thread alone.
-        self._records: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
-        self._lost: set[int] = set()  # serials of passes that a writer died with
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # put() is safe in a finalizer
+        self._unwritten = UnwrittenForwards()
+        self._passes = ToldPasses(self._inbox.put)
         self._children: list[WriterChild] = []
         try:
             for _ in range(processes):
@@ -110,16 +101,14 @@ class Writers:
         """Hand over the frames of a forward, ``buffer`` being the whole ring; after :meth:`close` they are dropped."""
         with self._lock:
             if not self._closing:
-                number = next(self._numbers)
-                self._waiting[number] = _Waiting(1, flight.release)
-                self._inbox.put(partial(self._send_flight, number, flight))
+                self._inbox.put(partial(self._send_flight, self._unwritten.add(flight.release), flight))
                 return
         log.error("a forward was captured after the writer was closed: it is not stored")
         flight.release()
 
     def abandon(self, record: Record) -> None:
         """The pass will bring no more frames and no record: forget it. Safe in a finalizer."""
-        self._inbox.put(partial(self._abandon, record.serial, record.key))
+        self._inbox.put(partial(self._passes.abandon, record.serial))
 
     def drain(self) -> None:
         """Wait until all that was submitted is written and sealed; what a full disk does not take now is lost."""
@@ -149,7 +138,7 @@ class Writers:
         with self._lock:
             all_counts = [self._past, *(child.counters for child in self._children)]
             counts = {name: sum(counts.get(name, 0) for counts in all_counts) for name in COUNTS}
-            return {**counts, "queue": len(self._waiting)}
+            return {**counts, "queue": len(self._unwritten)}
 
     @property
     def pids(self) -> list[int]:
@@ -181,20 +170,16 @@ class Writers:
         status = child.kill()  # dead or deaf: from here on it reads nothing of the ring
         child.trouble = "a writer process died"
         with self._lock:
-            forwards, asked = list(child.forwards), list(child.asked)
+            asked = list(child.asked)
             self._past.update(child.counters)
             self._past["write_errors"] += 1
             child.counters = {}
-        self._lost |= child.known
-        for serial in child.known:
-            self._fail(serial)
+        self._passes.lose(child)
         log.error(
             "a writer process died, with status %d: %d forwards were not written, and prompts of which rows were "
             "not sealed are lost; extract them again",
-            *(status, len(forwards)),
+            *(status, self._unwritten.give_up(child)),
         )
-        for number in forwards:
-            self._release(number)
         for _, answer in asked:
             answer.set()
         while not self._closing:
@@ -231,53 +216,20 @@ class Writers:
                 self._past["bad_frames"] += len(frames)
             for _, _, record in frames:
                 record.failed = True
-                self._abandon(record.serial, record.key)
+                self._passes.abandon(record.serial)
         parts: dict[WriterChild, messages.Forward] = {}
         for offset, size, record in frames:
             child = self._child_of(record.key)
-            if self._is_lost(record) or child.ended:
+            if self._passes.is_lost(record) or child.ended:
                 continue
             part = parts.setdefault(child, messages.Forward(number, [], [], []))
-            if record.serial not in child.known:
-                part.passes.append(self._introduce(record, child))
+            part.passes.extend(self._passes.introduce(record, child))
             part.frames.append((offset, size, record.serial))
-        with self._lock:
-            self._waiting[number].writers = len(parts) + 1
-            for child in parts:
-                child.forwards.add(number)
+        self._unwritten.add_readers(number, parts)
         for child, part in parts.items():
             part.forgotten[:], child.forgotten = child.forgotten, []
             child.tell(part)
-        self._release(number)
-
-    def _introduce(self, record: Record, child: WriterChild) -> messages.NewPass:
-        """What a writer has to know of a pass before its first frame."""
-        child.known.add(record.serial)
-        self._records[record.serial] = record
-        gone = partial(self._forget, record.serial, record.key)
-        weakref.finalize(record, self._inbox.put, gone).atexit = False
-        donor = None if record.donor is None else record.donor.serial
-        return messages.NewPass(
-            record.serial, record.key, record.token_ids.tobytes(), record.salt, record.shared_tokens, donor
-        )
-
-    def _is_lost(self, record: Record) -> bool:
-        """Whether no record can come of a pass: a writer died with its first rows, or its donor failed."""
-        if record.serial in self._lost or (record.donor is not None and record.donor.failed):
-            record.failed = True
-        return record.failed
-
-    def _abandon(self, serial: int, key: bytes) -> None:
-        child = self._child_of(key)
-        if serial in child.known:
-            child.tell(messages.Abandon(serial))
-
-    def _forget(self, serial: int, key: bytes) -> None:
-        self._lost.discard(serial)
-        child = self._child_of(key)
-        if serial in child.known:
-            child.known.discard(serial)
-            child.forgotten.append(serial)
+        self._unwritten.done(number, None)
 
     def _adopt(self, table: Table) -> None:
         """The first table that a writer made is the run's."""
@@ -317,16 +269,14 @@ class Writers:
     def _hear(self, child: WriterChild, message: object) -> None:
         match message:
             case messages.Released(number):
-                with self._lock:
-                    child.forwards.discard(number)
-                self._release(number)
+                self._unwritten.done(number, child)
             case messages.State(counters, trouble):
                 with self._lock:
                     child.counters, child.trouble = counters, trouble
             case messages.NewTable(table):
                 self._inbox.put(partial(self._adopt, table))
             case messages.Failed(serial):
-                self._fail(serial)
+                self._passes.fail(serial)
             case messages.Done():
                 with self._lock:
                     asked, answer = child.asked.popleft()
@@ -336,22 +286,3 @@ class Writers:
                 # Past the limit on repeats, which the writer has applied.
                 if log.isEnabledFor(level):
                     log.callHandlers(log.makeRecord(log.name, level, __name__, 0, text, (), None))
-
-    def _release(self, number: int) -> None:
-        """One of those that have frames of a forward is done with them."""
-        with self._lock:
-            waiting = self._waiting[number]
-            waiting.writers -= 1
-            if waiting.writers:
-                return
-        try:
-            waiting.release()
-        except Exception:
-            log.exception("the memory of a forward could not be given back")
-        with self._lock:
-            del self._waiting[number]
-
-    def _fail(self, serial: int) -> None:
-        record = self._records.get(serial)
-        if record is not None:
-            record.failed = True
