@@ -82,7 +82,11 @@ _passed: set[Cell] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have each report say which cells its test names: tests may run in several processes."""
+    """Have each report say which cells its test names: tests may run in several processes.
+
+    Servers come first: they take long, and what is quick leaves no worker without work at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("server") is None)
     for item in items:
         cells = (Cell(*marker.args, _where(item.path)) for marker in item.iter_markers("cell"))
         item.user_properties.extend(("cell", tuple(cell)) for cell in cells)

@@ -391,7 +391,7 @@ def test_a_shard_is_sealed_when_no_rows_come(tmp_path: Path, caplog: pytest.LogC
 
 def test_a_shard_that_goes_on_getting_rows_is_sealed_by_age(tmp_path: Path) -> None:
     """Rows come faster than ``seal_after_s`` for longer than twelve times that."""
-    with Host(tmp_path, seal_after_s=0.1) as host:
+    with Host(tmp_path, seal_after_s=0.25) as host:
         started = time.monotonic()
         sent = 0
         while not host.directory.shards():
@@ -399,7 +399,7 @@ def test_a_shard_that_goes_on_getting_rows_is_sealed_by_age(tmp_path: Path) -> N
             sent += 1
             assert time.monotonic() < started + 20
             time.sleep(0.002)
-        assert time.monotonic() - started >= 1.2
+        assert time.monotonic() - started >= 3
         assert len(Reader(tmp_path)) > sent // 2
     assert_captured(tmp_path, [[n] for n in range(sent)])
 

@@ -56,7 +56,7 @@ def test_a_writer_that_dies_is_replaced(tmp_path: Path, caplog: pytest.LogCaptur
     between = [prompt(n, 60) for n in range(20, 40)]
     assert all(captured(host, ids) for ids in between)
     written(host)
-    time.sleep(0.3)  # an idle writer puts its last bytes on the disk
+    time.sleep(2)  # an idle writer puts its last bytes on the disk
     before = processes(host)
     os.kill(before[0], signal.SIGKILL)
     replaced(host, before)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests import models
 from tests.server.conftest import served
 from tests.server.prompts import random_prompts, receipt, send_together
 from tests.server.reference import Reference
@@ -57,13 +56,3 @@ def test_chunks(tmp_path: Path, reference: Reference, chunk: int, flags: tuple[o
         server.check(reference, *prompts)
         assert server.server.terminate() == 0
     assert len(Reader(server.captures)) == len({tuple(prompt) for prompt in prompts})
-
-
-@pytest.mark.cell("another model class", "exact", "Qwen3, chunks of 96 tokens, pages of 16")
-@pytest.mark.cell("pages of 16 tokens", "exact", "chunk ends are rounded down to a page; Qwen3")
-def test_pages(tmp_path: Path) -> None:
-    prompts = random_prompts([300, 900, 17, 16, 15, 200, 201], seed=82)
-    with served(tmp_path, "--chunked-prefill-size", 96, "--page-size", 16, model=models.qwen3()) as server:
-        for prompt, answer in zip(prompts, send_together(server.server, prompts), strict=True):
-            assert receipt(answer)["rows"] == len(prompt)
-        server.check(Reference(models.qwen3(plain=True)), *prompts)

@@ -1,5 +1,6 @@
 """Which rows belong to which prompt, whatever the server does to batches, chunks and order."""
 
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,6 +10,7 @@ from uuid import uuid4
 import httpx
 import numpy as np
 import pytest
+from safetensors import safe_open
 from tests.models import TINY_LAYERS
 from tests.server.cli import run_hashtap, write_samples
 from tests.server.conftest import CHUNK_TOKENS, Served
@@ -94,6 +96,16 @@ def test_beginning_and_end_tokens_stay(llama: Served) -> None:
         llama.server.generate(prompt)
         (capture,) = llama.captured(prompt)
         assert capture.token_ids.tolist() == prompt
+
+
+def test_facts_of_the_server_stand_in_the_shard(llama: Served) -> None:
+    (prompt,) = random_prompts([10], seed=51)
+    llama.server.generate(prompt)
+    (capture,) = llama.captured(prompt)
+    with safe_open(capture.shard, "np") as file:  # type: ignore[no-untyped-call]
+        metadata = file.metadata()
+    assert metadata["hashtap.boundaries"] == "[1, 4, 6]"
+    assert json.loads(metadata["hashtap.server_flags"])["tp_size"] == 1
 
 
 @pytest.mark.cell("other people's prompts", "exact", "without the tag nothing is captured")

@@ -76,9 +76,10 @@ def test_impatient_client(busy: Served, reference: Reference) -> None:
 @pytest.mark.cell("pause: in place", "exact", "prompts go on where they stood")
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> None:
-    prompts = random_prompts([1100, 700, 30, 1300], seed=93 + len(mode))
+    # Long ones: beside a busy machine's other work the pause must still come before the last chunk.
+    prompts = random_prompts([3900] * 6 + [700, 30], seed=93 + len(mode))
     before = busy.counters()
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(busy.server.generate, prompt, max_new_tokens=20) for prompt in prompts]
         wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first rows")
         try:
@@ -93,6 +94,19 @@ def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> No
     assert not Reader(busy.captures).incomplete
 
 
+@pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
+def test_pause_between_chunks_restarts_the_record(busy: Served, reference: Reference) -> None:
+    (prompt,) = random_prompts([3900], seed=45)
+    before = busy.counters()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(busy.server.generate, prompt)
+        wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first chunk")
+        httpx.post(f"{busy.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
+        httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        assert receipt(answer.result())["rows"] == len(prompt)
+    busy.check(reference, prompt)
+
+
 @pytest.mark.cell(
     "priorities and preemption", "exact", "prompts of priority 100 push out running ones, which begin anew"
 )
@@ -100,7 +114,7 @@ def test_preemption(busy: Served, reference: Reference) -> None:
     low, high = random_prompts([60] * 12, seed=97), random_prompts([400] * 6, seed=98)
     before = busy.counters()
     with ThreadPoolExecutor(18) as pool:
-        slow = [pool.submit(ask, busy, prompt, 0, 150) for prompt in low]
+        slow = [pool.submit(ask, busy, prompt, 0, 300) for prompt in low]
         wait_until(lambda: (busy.counters() - before)["captured"] >= 8, 60, "eight to run")
         quick = [pool.submit(ask, busy, prompt, 100) for prompt in high]
         answers = [answer.result() for answer in quick + slow]

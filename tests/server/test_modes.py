@@ -1,11 +1,9 @@
 """Modes in which SGLang schedules otherwise: several ranks, mixed chunks, retractions, new weights, holding back."""
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -75,18 +73,6 @@ def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path, referen
         assert {receipt(answer)["state"] for answer in answers} == {"captured"}
         server.check(reference, *prompts)
         assert {len(capture) for capture in Reader(server.captures)} == {20}
-
-
-@pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
-def test_pause_between_chunks_restarts_the_record(tmp_path: Path, reference: Reference) -> None:
-    (prompt,) = random_prompts([3900], seed=45)
-    with served(tmp_path) as server, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.server.generate, prompt)
-        wait_until(lambda: server.counters()["rows"] > 0, 60, "the first chunk")
-        httpx.post(f"{server.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
-        httpx.post(f"{server.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
-        assert receipt(answer.result())["rows"] == len(prompt)
-        server.check(reference, prompt)
 
 
 @pytest.mark.cell("new weights in mid-run", "exact", "`/update_weights_from_disk`: a new epoch, new shards")
@@ -188,18 +174,3 @@ def test_a_signal_to_the_whole_process_group_seals(tmp_path: Path, number: signa
         os.killpg(server.server.process.pid, number)
         server.server.process.wait(60)
     assert len(Reader(server.captures).by_token_ids(prompt)) == 200
-
-
-def test_facts_of_the_server_stand_in_the_shard(tmp_path: Path) -> None:
-    (prompt,) = random_prompts([10], seed=51)
-    with served(tmp_path, "--random-seed", 7) as server:
-        server.server.generate(prompt)
-        (capture,) = server.captured(prompt)
-    header = json.loads(_header(capture.shard))
-    assert header["__metadata__"]["hashtap.boundaries"] == "[1, 4, 6]"
-    assert json.loads(header["__metadata__"]["hashtap.server_flags"])["tp_size"] == 1
-
-
-def _header(path: Path) -> Any:
-    with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little"))

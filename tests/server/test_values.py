@@ -1,6 +1,5 @@
 """The captured numbers are the model's: compared with transformers, row by row and layer by layer."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +16,27 @@ pytestmark = pytest.mark.server
 
 LENGTHS = (1, 5, 37, 127, 128, 129, 256, 300, 700)  # around the chunk of 128, alone and in several chunks
 BF16_NOISE = 2**-6  # of the largest logit: what two roundings to 8 bits of mantissa may move
-LISTS = ((1, 4, 6), (2, 4, 5), (3, 5, 7))
 
 
-def check_values(served: Served, reference: Reference, prompts: list[list[int]]) -> None:
+def check_values(served: Served, reference: Reference, prompts: list[list[int]], final: str = "post") -> None:
     answers = send_together(served.server, prompts)
     clear = 0
     for prompt, answer, capture in zip(prompts, answers, served.captured(*prompts), strict=True):
         assert receipt(answer)["rows"] == len(prompt)
         assert capture.boundaries == served.boundaries
         assert capture.token_ids.tolist() == prompt
-        states = capture.tensor()
-        assert_same_states(states, reference.states(prompt), served.boundaries)
+        assert capture.final_norm == final
+        states, finals = capture.tensor(), capture.facts.finals
+        assert_same_states(states, reference.states(prompt), served.boundaries, finals)
 
-        logits = reference.logits(states[-1, -1])
+        if "post" not in finals:
+            continue
+        logits = reference.logits(states[-1, len(served.boundaries) + finals.index("post")])
         best, second = logits.topk(2).values.tolist()
         if best - second > BF16_NOISE * float(logits.abs().max()):
             clear += 1
             assert int(logits.argmax()) == answer["output_ids"][0]
-    assert clear >= len(prompts) // 2
+    assert final == "pre" or clear >= len(prompts) // 2
 
 
 def test_llama(llama: Served) -> None:
@@ -43,16 +44,39 @@ def test_llama(llama: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundaries", LISTS)
-@pytest.mark.parametrize("model", [models.llama, models.qwen3], ids=["llama", "qwen3"])
-def test_tiny_models(tmp_path: Path, model: Callable[..., Path], boundaries: tuple[int, ...]) -> None:
-    with Server(model(), *COMMON_FLAGS, *capture_flags(tmp_path / "captures", *boundaries), threads=2) as server:
-        served = Served(server, model(), tmp_path / "captures", boundaries)
-        check_values(served, Reference(model(plain=True)), random_prompts(LENGTHS, seed=sum(boundaries)))
+@pytest.mark.parametrize(
+    ("boundaries", "flags"),
+    [
+        pytest.param(
+            (1, 4, 6),
+            ("--chunked-prefill-size", 96, "--page-size", 16),
+            marks=[
+                pytest.mark.cell("another model class", "exact", "Qwen3, chunks of 96 tokens, pages of 16"),
+                pytest.mark.cell("pages of 16 tokens", "exact", "chunk ends are rounded down to a page; Qwen3"),
+            ],
+        ),
+        pytest.param(
+            (2, 4, 5),
+            ("--capture-final", "pre"),
+            marks=pytest.mark.cell("the state before Qwen3's final norm", "exact", "`--capture-final pre`"),
+        ),
+        pytest.param(
+            (3, 5, 7),
+            ("--capture-final", "both"),
+            marks=pytest.mark.cell("both final states of Qwen3", "exact", "`--capture-final both`"),
+        ),
+    ],
+)
+def test_qwen3(tmp_path: Path, boundaries: tuple[int, ...], flags: tuple[object, ...]) -> None:
+    model, captures = models.qwen3(), tmp_path / "captures"
+    with Server(model, *COMMON_FLAGS, *capture_flags(captures, *boundaries), *flags, threads=2) as server:
+        prompts = random_prompts([*LENGTHS, 15, 16, 17, 200, 201, 900], seed=sum(boundaries))
+        final = str(flags[1]) if flags[0] == "--capture-final" else "post"
+        check_values(Served(server, model, captures, boundaries), Reference(models.qwen3(plain=True)), prompts, final)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundaries", [(1, 14, 28), (2, 15, 27), (3, 16, 29)])
+@pytest.mark.parametrize("boundaries", [(2, 15, 27), (1, 14, 29)])
 def test_smollm2(tmp_path: Path, boundaries: tuple[int, ...]) -> None:
     # Real text: random ids drive a real model into states that rounding decides.
     model = models.smollm2()
@@ -61,22 +85,6 @@ def test_smollm2(tmp_path: Path, boundaries: tuple[int, ...]) -> None:
     prompts = [tokens[end - length : end] for end, length in zip(ends, LENGTHS, strict=True)]
     with Server(model, *COMMON_FLAGS, *capture_flags(tmp_path / "captures", *boundaries), threads=2) as server:
         check_values(Served(server, model, tmp_path / "captures", boundaries), Reference(model), prompts)
-
-
-@pytest.mark.slow
-@pytest.mark.cell("the state before the final norm", "exact", "`--capture-final pre`, `both`; Llama and Qwen3")
-@pytest.mark.parametrize("final", ["pre", "both"])
-@pytest.mark.parametrize("model", [models.llama, models.qwen3], ids=["llama", "qwen3"])
-def test_the_state_before_the_final_norm(tmp_path: Path, model: Callable[..., Path], final: str) -> None:
-    captures, prompts = tmp_path / "captures", random_prompts(LENGTHS, seed=40)
-    flags = (*capture_flags(captures, 1, 4, 6), "--capture-final", final)
-    with Server(model(), *COMMON_FLAGS, *flags, threads=2) as server:
-        send_together(server, prompts)
-        found = Served(server, model(), captures, (1, 4, 6)).captured(*prompts)
-    reference = Reference(model(plain=True))
-    for prompt, capture in zip(prompts, found, strict=True):
-        assert capture.final_norm == final
-        assert_same_states(capture.tensor(), reference.states(prompt), (1, 4, 6), capture.facts.finals)
 
 
 @pytest.mark.slow
