@@ -63,7 +63,7 @@ class Reader:
         self.directory = directory if isinstance(directory, CaptureDirectory) else CaptureDirectory.open(directory)
         self._catalog = Catalog(self.directory, epoch, cache)
         self._strict = strict
-        self._maps: OrderedDict[Path, tuple[Shard, npt.NDArray[np.uint8]]] = OrderedDict()
+        self._maps: OrderedDict[Path, tuple[Shard, mmap.mmap]] = OrderedDict()
         self._lock = threading.Lock()
         self._tables: dict[int, Table] = {}
         self.refresh()
@@ -273,21 +273,23 @@ class Reader:
     def _bytes(self, shard: Shard) -> npt.NDArray[np.uint8]:
         """The shard's ``frames``, mapped."""
         with self._lock:
-            known = self._maps.get(shard.path)
-            if known is not None and known[0] is shard:
+            known, mapped = self._maps.get(shard.path, (None, None))
+            if known is shard:
                 self._maps.move_to_end(shard.path)
-                return known[1]
-        try:
-            with shard.path.open("rb") as file:
-                mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"the shard cannot be read any more: {error}") from None
-        frames = mapped[shard.frames_at : shard.frames_at + shard.frames_bytes]
-        with self._lock:
-            self._maps[shard.path] = (shard, frames)
-            if len(self._maps) > _OPEN_MAPS:
-                self._maps.popitem(last=False)
-        return frames
+        if known is not shard or mapped is None:
+            try:
+                with shard.path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise FormatError(f"the shard cannot be read any more: {error}") from None
+            with self._lock:
+                self._maps[shard.path] = (shard, mapped)
+                if len(self._maps) > _OPEN_MAPS:
+                    self._maps.popitem(last=False)
+        size_bytes = mapped.size()  # asked each time: to read what was cut off meanwhile would end the process
+        if size_bytes != shard.file_bytes:
+            raise FormatError(f"the shard has {size_bytes} bytes now and had {shard.file_bytes} when it was opened")
+        return np.frombuffer(mapped, np.uint8, shard.frames_bytes, shard.frames_at)
 
 
 def _as_key(key: bytes | str) -> bytes:

@@ -280,6 +280,21 @@ def test_a_flipped_byte_is_noticed_when_it_is_read(tmp_path: Path) -> None:
             read()
 
 
+def test_a_shard_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    """Without a look at its length the process would end by SIGBUS."""
+    prompts = [[number] * 2000 for number in range(10)]
+    with Host(tmp_path) as host:
+        host.capture(prompts)
+    reader = Reader(tmp_path)
+    (shard,) = reader.shards
+    assert len(reader.by_token_ids(prompts[0]).hidden_states) == 2000
+    with shard.path.open("r+b") as file:
+        file.truncate(shard.file_bytes // 2)
+    for prompt in prompts:
+        with pytest.raises(FormatError, match=f"has {shard.file_bytes // 2} bytes now and had {shard.file_bytes}"):
+            _ = reader.by_token_ids(prompt).hidden_states
+
+
 def test_a_frame_of_another_record_is_noticed(tmp_path: Path) -> None:
     """Two records exchange their keys; every checksum is right."""
     with Host(tmp_path) as host:
