@@ -327,6 +327,25 @@ def test_cached_rows_are_shared_with_a_capture_or_said_to_be_missing(tmp_path: P
     assert {problem.kind for problem in report.problems} <= {"nan", "inf"}  # the made-up bits have some
 
 
+def test_cached_rows_of_a_prompt_that_is_not_whole_are_nobodys(tmp_path: Path) -> None:
+    """The cache has a prompt's chunks as soon as they are computed; it may still be aborted."""
+    host = Host(tmp_path, capture_prefix_cache="on")
+    first = prompt(1, 100)
+    other = first[:50] + prompt(2, 20)
+    early = host.admit("first", first)
+    host.forward(("first", first[:50], 0))
+    hasty = host.admit("other", other)
+    host.forward(("other", other[50:], 50))
+    assert (early.state, hasty.state) == ("capturing", NEEDS_RECOMPUTE)
+    host.forward(("first", first[50:], 50))
+    patient = host.admit("again", other)
+    host.forward(("again", other[50:], 50))
+    assert (early.state, patient.state) == ("captured", "captured")
+    reader = host.close()
+    for ids in (first, other):
+        assert_captured(reader, ids)
+
+
 def test_other_tokens_than_the_prompts_never_become_a_record(host: Host) -> None:
     """The forward consumed something else than the request asked for: the proof does not add up."""
     ids = prompt(6, 50)
