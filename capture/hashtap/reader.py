@@ -289,7 +289,7 @@ class Reader:
         size_bytes = mapped.size()  # asked each time: to read what was cut off meanwhile would end the process
         if size_bytes != shard.file_bytes:
             raise FormatError(f"the shard has {size_bytes} bytes now and had {shard.file_bytes} when it was opened")
-        return np.frombuffer(mapped, np.uint8, shard.frames_bytes, shard.frames_at)
+        return np.frombuffer(mapped, np.uint8)[shard.frames_at : shard.frames_at + shard.frames_bytes]
 
 
 def _as_key(key: bytes | str) -> bytes:
