@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hashtap.bench.outcome import METRICS
+from hashtap.bench.stats import paired_ratio
 
 __all__ = ["incomplete", "ratio_rows", "ratio_text", "show", "side_rows"]
 
@@ -46,12 +47,16 @@ def side_rows(record: dict[str, Any]) -> Rows:
 
 
 def ratio_rows(record: dict[str, Any]) -> Rows:
-    """A heading, then a row for each metric, with hashtap's ratio to each other side."""
+    """A heading, then a row for each metric, with hashtap's ratio to each other side, and what the first could be."""
     against = record["against"]
     rows = [["", *(f"hashtap ÷ {name}" for name in against)]]
     for metric in METRICS:
         cells = [ratio_text(ratios[metric.name]) if metric.name in ratios else "" for ratios in against.values()]
         rows.append([metric.label, *cells])
+    # What captures nothing is the quickest capture that there could be.
+    speeds = {name: record["sides"][name]["tokens_per_s"]["rounds"] for name in against}
+    most = (paired_ratio(speeds["plain"], speed).to_json() for speed in speeds.values())
+    rows.append(["prompt tokens/s at most: plain ÷ it", *map(ratio_text, most)])
     return rows
 
 
