@@ -101,7 +101,7 @@ def test_conversations_cost_their_system_prompt_once(cached: Served, reference: 
     system, *turns = random_prompts([1000] + [30] * 200, seed=53)
     assert receipt(cached.server.generate(system))["state"] == "captured"
     prompts = [system]
-    tokens = 0
+    tokens = again = 0
     for turn in range(5):
         batch = [
             system + [token for part in turns[talk * 5 : talk * 5 + turn + 1] for token in part] for talk in range(40)
@@ -110,9 +110,9 @@ def test_conversations_cost_their_system_prompt_once(cached: Served, reference: 
         tokens += sum(computed(answer) for answer in answers)
         for prompt, answer in zip(batch, answers, strict=True):
             if receipt(answer)["state"] != "captured":
-                tokens += recompute(cached, prompt, receipt(answer), batch)
+                again += recompute(cached, prompt, receipt(answer), batch)
         prompts += batch
-    assert 200 * 29 < tokens < 200 * 30 + 5 * 1200  # turns may begin with the same token
+    assert 200 * 29 < tokens <= 200 * 30  # turns may begin with the same token
     check(cached, reference, prompts[1], prompts[100], prompts[-1])
     cached.captured(*prompts)
     report = verify(cached.captures, samples=((str(i), ids, b"") for i, ids in enumerate(prompts)))
@@ -120,5 +120,5 @@ def test_conversations_cost_their_system_prompt_once(cached: Served, reference: 
     stored = sum(path.stat().st_size for path in cached.captures.glob("*.safetensors"))
     whole = sum(map(len, prompts)) * cached.captured(system)[0].facts.geometry.row_bytes
     total = sum(map(len, prompts))
-    print(f"{total:,} prompt tokens, {1000 + tokens:,} computed; {stored:,} bytes for {whole:,} of states")
+    print(f"{total:,} prompt tokens, {1000 + tokens + again:,} computed; {stored:,} bytes for {whole:,} of states")
     assert stored < whole / 10

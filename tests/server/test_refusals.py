@@ -52,6 +52,7 @@ def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
         pytest.param(
             ("--is-embedding",), "--is-embedding", marks=pytest.mark.cell("embedding server", "refused", "at start")
         ),
+        (("--tokenizer-worker-num", 2), "--tokenizer-worker-num 2"),
         pytest.param(
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
             "--speculative-algorithm NGRAM",
@@ -67,6 +68,7 @@ def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
             "--enable-return-aux-hidden",
             marks=pytest.mark.cell("`--enable-return-aux-hidden-states`", "refused", "at start"),
         ),
+        (("--capture-wait-s", 200), "--capture-wait-s 200"),
         (("--capture-ring-gib", 0.002, "--chunked-prefill-size", 2048), "--capture-ring-gib 0.002"),
     ],
     ids=str,
@@ -79,6 +81,13 @@ def test_more_that_is_refused(tmp_path: Path, flags: tuple[object, ...], named: 
 def test_ranks_that_cannot_tell(tmp_path: Path) -> None:
     line = refused(models.llama(), *capture_flags(tmp_path / "c"), "--dp-size", 2)
     assert "--dp-size 2 does not go together with capture on SGLang 0.5." in line
+
+
+@pytest.mark.slow
+def test_no_default_boundaries_on_four_layers(tmp_path: Path) -> None:
+    line = refused(models.llama(layers=4), *capture_flags(tmp_path / "c"))
+    assert "on a model of 4 layers" in line
+    assert "--capture-layers" in line
 
 
 @pytest.mark.slow

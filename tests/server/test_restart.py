@@ -21,7 +21,7 @@ pytestmark = pytest.mark.server
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])  # with test_two_servers: five
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_kill_9_in_mid_run_then_resume(tmp_path: Path, reference: Reference, kills: int) -> None:
     """Each restart goes on where the last one ended; in the end every sample is there, once."""
     captures = tmp_path / "captures"

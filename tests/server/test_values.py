@@ -76,7 +76,7 @@ def test_qwen3(tmp_path: Path, boundaries: tuple[int, ...], flags: tuple[object,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundaries", [(2, 15, 27), (1, 14, 29)])
+@pytest.mark.parametrize("boundaries", [(1, 14, 28), (2, 15, 27), (3, 16, 29)])
 def test_smollm2(tmp_path: Path, boundaries: tuple[int, ...]) -> None:
     # Real text: random ids drive a real model into states that rounding decides.
     model = models.smollm2()
