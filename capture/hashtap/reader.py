@@ -272,24 +272,29 @@ class Reader:
 
     def _bytes(self, shard: Shard) -> npt.NDArray[np.uint8]:
         """The shard's ``frames``, mapped."""
-        with self._lock:
-            known, mapped = self._maps.get(shard.path, (None, None))
-            if known is shard:
-                self._maps.move_to_end(shard.path)
-        if known is not shard or mapped is None:
-            try:
-                with shard.path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise FormatError(f"the shard cannot be read any more: {error}") from None
-            with self._lock:
-                self._maps[shard.path] = (shard, mapped)
-                if len(self._maps) > _OPEN_MAPS:
-                    self._maps.popitem(last=False)
+        mapped = self._map(shard)
         size_bytes = mapped.size()  # asked each time: to read what was cut off meanwhile would end the process
         if size_bytes != shard.file_bytes:
             raise FormatError(f"the shard has {size_bytes} bytes now and had {shard.file_bytes} when it was opened")
         return np.frombuffer(mapped, np.uint8)[shard.frames_at : shard.frames_at + shard.frames_bytes]
+
+    def _map(self, shard: Shard) -> mmap.mmap:
+        """The shard's file, which stays mapped for a while."""
+        with self._lock:
+            known = self._maps.get(shard.path)
+            if known is not None and known[0] is shard:
+                self._maps.move_to_end(shard.path)
+                return known[1]
+        try:
+            with shard.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"the shard cannot be read any more: {error}") from None
+        with self._lock:
+            self._maps[shard.path] = (shard, mapped)
+            if len(self._maps) > _OPEN_MAPS:
+                self._maps.popitem(last=False)
+        return mapped
 
 
 def _as_key(key: bytes | str) -> bytes:

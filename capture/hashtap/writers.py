@@ -175,10 +175,11 @@ class Writers:
             self._past["write_errors"] += 1
             child.counters = {}
         self._passes.lose(child)
+        unwritten = self._unwritten.give_up(child)
         log.error(
             "a writer process died, with status %d: %d forwards were not written, and prompts of which rows were "
             "not sealed are lost; extract them again",
-            *(status, self._unwritten.give_up(child)),
+            *(status, unwritten),
         )
         for _, answer in asked:
             answer.set()
