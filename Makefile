@@ -8,7 +8,7 @@
 # make test-sglang-old   the core of the server tests on the oldest SGLang that serves
 # make test-trainers   captures read and trained on by the trainers' own packages (TRAINERS=readers for one environment)
 #
-# Every verb builds .venv first where it is missing or the locks have changed.
+# Every verb builds .venv first where it is missing or the locks have changed. The locks are whole, so pip need not resolve.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -59,8 +59,7 @@ $(TRAINERS:%=test-trainer-%): test-trainer-%: .cache/trainers/%/.installed .cach
 .cache/trainers/%/.installed: tests/trainers/locks/%.lock tests/trainers/locks/%-nodeps.lock
 	rm -rf $(@D)
 	"$(PYTHON)" -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet -r tests/trainers/locks/$*.lock
-	$(@D)/bin/python -m pip install --quiet --no-deps -r tests/trainers/locks/$*-nodeps.lock
+	$(@D)/bin/python -m pip install --quiet --no-deps $(addprefix -r ,$(filter %.lock,$^))
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -115,7 +114,6 @@ $(ENVIRONMENT): cpu.lock cpu-nodeps.lock pyproject.toml setup.cfg
 	but $(PYTHON) is %d.%d: install 3.11 and say make PYTHON=/path/to/python3.11" % v)'
 	rm -rf $(VENV)
 	"$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --quiet -r cpu.lock
-	$(PY) -m pip install --quiet --no-deps -r cpu-nodeps.lock
+	$(PY) -m pip install --quiet --no-deps -r cpu.lock -r cpu-nodeps.lock
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
