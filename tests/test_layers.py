@@ -21,6 +21,7 @@ LAYERS = [
         "recover",
         "index_cache",
         "set_aside",
+        "sharing",
         "catalog",
         "collate",
         "datasets",

@@ -18,6 +18,7 @@ from hashtap.identity import KEY_BYTES
 from hashtap.index_cache import Identity, identity_of, load_cache, store_cache
 from hashtap.set_aside import Pass, load_set_aside
 from hashtap.shard import RECORD_COLUMNS, Shard, read_shard
+from hashtap.sharing import Sharing
 
 __all__ = ["Catalog", "Entry", "Incomplete", "Piece"]
 
@@ -179,23 +180,22 @@ class Catalog:
             rows_of.setdefault(run[1], []).append(rows)
         aside = records.among(self._aside)
         set_aside = [records.entry(row) for row in np.flatnonzero(aside).tolist()]
-        first: dict[str, dict[bytes, int]] = {}
-        for epoch, parts in rows_of.items():
-            rows = np.sort(np.concatenate(parts))
-            # Backwards, so that of equal keys the first by shard name stays.
-            backwards = rows[(whole & ~aside)[rows]][::-1].tolist()
-            first[epoch] = {records.keys[row]: row for row in backwards}
-        counts = np.zeros(len(whole), np.bool_)
-        counts[[row for rows in first.values() for row in rows.values()]] = True
         incomplete = [
             Incomplete(records.entry(row), "frames of it are missing")
             for row in np.flatnonzero(~whole & ~aside).tolist()
         ]
+        first: dict[str, dict[bytes, int]] = {}
+        counts = np.zeros(len(whole), np.bool_)
+        for epoch, parts in rows_of.items():
+            rows = np.sort(np.concatenate(parts))
+            sharing = Sharing(rows[(whole & ~aside)[rows]], records.table, records.keys)
+            first[epoch] = sharing.first
+            counts[list(sharing.first.values())] = True
+            for row in sharing.orphans:
+                entry = records.entry(row)
+                incomplete.append(Incomplete(entry, f"its donor {entry.donor_key.hex()} is missing or too short"))
+                whole[row] = False
         duplicates = [records.entry(row) for row in np.flatnonzero(whole & ~counts & ~aside).tolist()]
-        for row, entry in records.orphans(np.flatnonzero(counts & (records.table[:, 6] > 0)), first):
-            incomplete.append(Incomplete(entry, f"its donor {entry.donor_key.hex()} is missing"))
-            counts[row] = False
-            del first[entry.epoch][entry.key]
         self._frames, self._first, self._records = frames, first, records
         self.entries = _Entries(records, np.flatnonzero(counts))
         self.duplicates, self.incomplete, self.set_aside = duplicates, incomplete, set_aside
@@ -244,24 +244,6 @@ class _Records:
             shards = [number for number, shard in enumerate(self._shards) if shard.facts.writer == writer]
             here = np.flatnonzero(np.isin(self.shard_of, shards))
             found[here] = np.isin(self.table[here, 2], np.array(wanted, np.uint64))
-        return found
-
-    def orphans(
-        self, sharing: npt.NDArray[np.int64], first: Mapping[str, Mapping[bytes, int]]
-    ) -> list[tuple[int, Entry]]:
-        """Those of ``sharing`` whose donor is not in ``first``, too short, or in a circle with them."""
-        found = []
-        for row in sharing.tolist():
-            entry = current = self.entry(row)
-            seen, needed = {entry.key}, entry.shared_tokens
-            while needed:
-                at = first[current.epoch].get(current.donor_key)
-                donor = None if at is None else self.entry(at)
-                if donor is None or donor.key in seen or donor.total_tokens < needed:
-                    found.append((row, entry))
-                    break
-                seen.add(donor.key)
-                current, needed = donor, min(needed, donor.shared_tokens)
         return found
 
 
