@@ -20,6 +20,7 @@ class _Mode:
     refused: Callable[[Any], bool]
     reason: str
     since: str = ""  # the first tested release that has the option
+    until: str = ""  # the first tested release in which it does no harm
 
 
 def _on(value: Any) -> bool:
@@ -54,6 +55,24 @@ _MODES = (
     _Mode("grpc_mode", _on, "the gRPC server has no hashtap routes"),
     _Mode("use_ray", _on, "it was never tried"),
     _Mode("nnodes", _several, "the ranks of the other nodes cannot tell this one that they capture"),
+    _Mode(
+        "flashinfer_allreduce_fusion_backend",
+        _on,
+        "before SGLang 0.5.23 some models hand out a layer before the sum over ranks that is fused into the next norm, "
+        "which SGLang turns on by itself with --tp-size: give --enforce-disable-flashinfer-allreduce-fusion",
+        until="0.5.23",
+    ),
+    _Mode(
+        "enable_aiter_allreduce_fusion",
+        _on,
+        "before SGLang 0.5.23 some models hand out a layer before the sum over ranks that is fused into the next norm",
+        until="0.5.23",
+    ),
+)
+
+_OTHER_CACHES = tuple(
+    _Mode(option, _on, "with --capture-prefix-cache on, rows that it brings back may be of other weights")
+    for option in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
 )
 
 
@@ -68,7 +87,9 @@ def check_modes(args: Any, config: CaptureConfig, sglang: str) -> None:
     Raises:
         SetupError: naming option, value and reason.
     """
-    for mode in _MODES:
+    for mode in _MODES + (_OTHER_CACHES if config.capture_prefix_cache == "on" else ()):
+        if mode.until and not predates(sglang, mode.until):
+            continue
         try:
             value = getattr(args, mode.option)
         except AttributeError:

@@ -32,6 +32,12 @@ PLAIN: dict[str, Any] = {
     "grpc_mode": False,
     "use_ray": False,
     "nnodes": 1,
+    "flashinfer_allreduce_fusion_backend": None,
+    "enable_aiter_allreduce_fusion": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "radix_cache_backend": None,
     "disable_radix_cache": True,
     "watchdog_timeout": 300,
 }
@@ -109,6 +115,25 @@ def test_refused(option: str, value: Any, shown: str) -> None:
     message = str(raised.value)
     assert message.startswith(shown)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "option", ["enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "radix_cache_backend"]
+)
+def test_rows_that_another_server_may_have_computed_are_refused(option: str) -> None:
+    check(**{option: "x"})
+    with pytest.raises(SetupError, match=f"--{option.replace('_', '-')} x .*may be of other weights"):
+        check(CaptureConfig(capture_dir="captures", capture_prefix_cache="on"), **{option: "x"})
+
+
+@pytest.mark.parametrize("option", ["flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion"])
+def test_a_sum_over_ranks_that_is_put_off_is_refused_where_layers_lack_it(option: str) -> None:
+    """sgl-project/sglang#28343: before 0.5.23 gpt-oss, GLM4-MoE and GLM4-MoE-Lite hand out one rank's part of it."""
+    arguments = SimpleNamespace(**{**PLAIN, option: "x"})
+    for sglang in ("0.5.16", "0.5.18", "0.5.20"):
+        with pytest.raises(SetupError, match=f"--{option.replace('_', '-')} x .*before the sum over ranks"):
+            check_modes(arguments, CONFIG, sglang)
+    check_modes(arguments, CONFIG, "0.5.23")
 
 
 def test_the_radix_cache_must_be_off() -> None:
