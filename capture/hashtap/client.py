@@ -51,7 +51,7 @@ class ServerInfo:
     hidden: int
     dtype: str
     vocab_size: int
-    context_length: int
+    max_prompt_tokens: int
 
     @property
     def row_bytes(self) -> int:
@@ -61,7 +61,7 @@ class ServerInfo:
     @property
     def limits(self) -> Limits:
         """What a sample must keep to."""
-        return Limits(self.vocab_size, self.context_length)
+        return Limits(self.vocab_size, self.max_prompt_tokens)
 
 
 class ServerClient:

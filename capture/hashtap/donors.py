@@ -29,10 +29,15 @@ class _Node:
 
 
 class Donors:
-    """Captured prompts of one epoch, found by their first tokens. Used on the scheduler's thread alone."""
+    """Captured prompts of one epoch, found by their first tokens. Used on the scheduler's thread alone.
+
+    Attributes:
+        trusted: whether the server's cache holds rows of this epoch's weights alone; else no donor is found.
+    """
 
     def __init__(self, limit_tokens: int = LIMIT_TOKENS) -> None:
         self._limit_tokens = limit_tokens
+        self.trusted = True
         self.clear()
 
     def clear(self) -> None:
@@ -62,7 +67,7 @@ class Donors:
 
     def find(self, token_ids: Ids, tokens: int, salt: bytes = b"") -> Record | None:
         """A captured prompt with the same first ``tokens`` tokens as ``token_ids``; None when there is none."""
-        rest, children = token_ids[:tokens], self._roots.get(salt, {})
+        rest, children = token_ids[:tokens], self._roots.get(salt, {}) if self.trusted else {}
         node = None
         while len(rest):
             node = children.get(int(rest[0]))

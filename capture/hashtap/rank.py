@@ -15,6 +15,7 @@ from weakref import WeakSet
 import hashtap
 from hashtap.config import CaptureConfig
 from hashtap.directory import FORMAT_VERSION, CaptureDirectory
+from hashtap.epoch import epoch_name
 from hashtap.errors import FormatError, HashtapError, MismatchError, SetupError
 from hashtap.facts import DTYPE_NAME, FINAL_STATES, ShardFacts
 from hashtap.handshake import RankReport
@@ -72,6 +73,7 @@ class _Forward:
     rids: tuple[str, ...]  # [R]
     extend_lens: tuple[int, ...]  # [R]
     prefix_lens: tuple[int, ...]  # [R]
+    input_ids: Any  # int [T]
     positions: Any  # int [T]
 
 
@@ -88,7 +90,8 @@ class Rank:
         self.session: Session | None = None  # only where rows are written
         self.boundaries: tuple[int, ...] = ()
         self.held = False  # no new prompts in this step, decided by the writing rank
-        self.updates = 0  # of the weights
+        self._updates = 0  # of the weights
+        self._cache_is_empty = True  # nothing was computed since the prefix cache was flushed
         self._health_prefix = health_prefix
         self._info: dict[str, Any] = {}
         self._others: dict[str, ShardFacts] = {}  # shards that were there before
@@ -144,7 +147,6 @@ class Rank:
             "hidden": geometry.hidden,
             "dtype": dtype,
             "vocab_size": model_config.vocab_size,
-            "context_length": model_config.context_len,
             "requests": self.config.capture_requests,
         }
         return facts
@@ -176,9 +178,10 @@ class Rank:
         self._device = device
         self._info["sglang"] = versions["sglang"]
 
-    def report(self, unhooked: Sequence[str]) -> RankReport:
+    def report(self, unhooked: Sequence[str], max_prompt_tokens: int) -> RankReport:
         """What the launching process must know."""
-        return RankReport(hashtap.__version__, self.session is not None, self.boundaries, tuple(unhooked), self._info)
+        info = {**self._info, "max_prompt_tokens": max_prompt_tokens}
+        return RankReport(hashtap.__version__, self.session is not None, self.boundaries, tuple(unhooked), info)
 
     def state(self) -> dict[str, Any]:
         """The epoch and the counters now, as plain data. Called on the scheduler's thread."""
@@ -221,6 +224,7 @@ class Rank:
 
     def begin_forward(self, batch: Any) -> bool:
         """A forward pass begins; whether it may hold prompt rows, so that :meth:`end_forward` must follow."""
+        self._cache_is_empty = False
         if self.session is None or not batch.rids or batch.extend_seq_lens_cpu is None:
             return False
         if batch.forward_mode.name not in PREFILL_MODES:
@@ -230,6 +234,7 @@ class Rank:
             tuple(batch.rids),
             tuple(batch.extend_seq_lens_cpu),
             tuple(batch.extend_prefix_lens_cpu),
+            batch.input_ids,
             batch.positions,
         )
         self._reached, self._receipts = False, None
@@ -244,7 +249,8 @@ class Rank:
         """The tensors of the pass are alive: capture them.
 
         Args:
-            input_ids: int ``[>= T]``, what the pass consumed.
+            input_ids: int ``[>= T]``, what the pass consumed; None for those of the noted batch, where a model of
+                images and text embeds them before its layers.
             positions: int ``[>= T]``, where in its prompt each of them stands; None for those of the noted batch.
             final: tensors ``[>= T, H]``, in the order of :attr:`ShardFacts.finals`.
             aux: a list of B tensors ``[>= T, H]`` or one packed ``[>= T, B H]``, one for each boundary.
@@ -263,7 +269,7 @@ class Rank:
                     rids=forward.rids,
                     extend_lens=forward.extend_lens,
                     prefix_lens=forward.prefix_lens,
-                    input_ids=input_ids.long(),
+                    input_ids=(forward.input_ids if input_ids is None else input_ids).long(),
                     positions=(forward.positions if positions is None else positions).long(),
                     aux=aux,
                     final=final,
@@ -290,10 +296,22 @@ class Rank:
         """Whether the writing rank asks all ranks to schedule no new prompts now."""
         return self.session is not None and not self.session.may_admit()
 
-    def weights_updated(self, epoch: str) -> None:
-        """From here on rows belong to another epoch."""
+    def end_epoch(self) -> None:
+        """The weights are about to change."""
         if self.session is not None:
-            self.session.advance_epoch(epoch)
+            self.session.end_epoch()
+
+    def begin_epoch(self, weights: bytes) -> None:
+        """The weights may have changed, to those of this fingerprint: from here on rows belong to another epoch."""
+        self._updates += 1
+        if self.session is not None:
+            self.session.begin_epoch(epoch_name(weights, self._updates), cache_is_empty=self._cache_is_empty)
+
+    def cache_flushed(self) -> None:
+        """SGLang emptied its prefix cache."""
+        self._cache_is_empty = True
+        if self.session is not None:
+            self.session.cache_flushed()
 
     def close(self) -> None:
         """Write and seal what was captured."""

@@ -17,10 +17,10 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server takes: ids below ``vocab_size`` and prompts shorter than ``context_length``, all in tokens."""
+    """What the server takes: ids below ``vocab_size`` and prompts of at most ``max_prompt_tokens``."""
 
     vocab_size: int | None = None
-    context_length: int | None = None
+    max_prompt_tokens: int | None = None
 
 
 class Fault(Exception):
@@ -122,8 +122,8 @@ def token_ids_of(value: Any, limits: Limits) -> npt.NDArray[np.int32]:
     if min(value) < 0 or max(value) >= end:
         at = next(i for i, token in enumerate(value) if not 0 <= token < end)
         raise Fault("out of vocabulary", f"token id {value[at]} at position {at}; ids go from 0 to {end - 1}")
-    if limits.context_length is not None and len(value) >= limits.context_length:
-        detail = f"{len(value)} tokens and one to generate; the server's context length is {limits.context_length}"
+    if limits.max_prompt_tokens is not None and len(value) > limits.max_prompt_tokens:
+        detail = f"{len(value)} tokens; by its context length and memory the server takes {limits.max_prompt_tokens}"
         raise Fault("too long", detail)
     return np.array(value, np.int32)
 

@@ -199,16 +199,30 @@ class Session:
         members = (self._tracked.get(rid) for rid in rids)
         return any(member is not None and member.state == "capturing" for member in members)
 
-    def advance_epoch(self, epoch: str) -> None:
-        """The weights changed: what is in flight ends here, and new shards name the new epoch. May wait."""
+    def end_epoch(self) -> None:
+        """The weights are about to change: what is in flight ends here, and is written. May wait."""
         for tracked in list(self._tracked.values()):
             if tracked.state == "capturing" and tracked.rows:
                 self._fail(tracked, "incomplete", "the weights were updated between two chunks")
         self._writers.drain()
+
+    def begin_epoch(self, epoch: str, *, cache_is_empty: bool) -> None:
+        """The weights changed: new shards name the new epoch.
+
+        Args:
+            epoch: its name.
+            cache_is_empty: whether nothing that the old weights computed is left in the server's prefix cache.
+        """
         if self._donors is not None:
             self._donors.clear()
+            self._donors.trusted = cache_is_empty
         self.facts = replace(self.facts, epoch=epoch)
         self._writers.set_facts(self.facts)
+
+    def cache_flushed(self) -> None:
+        """The server's prefix cache is empty: what it will hold is of the present weights."""
+        if self._donors is not None:
+            self._donors.trusted = True
 
     def counters(self) -> dict[str, int]:
         """What has been counted since the start, the writer's counters included."""

@@ -20,7 +20,7 @@ from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
 from hashtap.logs import log
 from hashtap.releases import check_sglang, classes_with_setter, installed_sglang
 from hashtap.requests import check_ids, mark_as_warm_up
-from hashtap.targets import HOOKS, SINCE, Hook, Kind, Process
+from hashtap.targets import HOOKS, SINCE, WEIGHT_UPDATES, Hook, Kind, Process
 
 if TYPE_CHECKING:
     from hashtap.final_states import FinalStates
@@ -30,6 +30,7 @@ __all__ = ["register_hooks"]
 
 EXIT_TIMEOUT = "_SCHEDULER_EXIT_TIMEOUT_SECS"  # of sglang.srt.managers.tokenizer_manager
 EXIT_TIMEOUT_S = 120  # for ranks that seal what they captured; SGLang's own is 15
+RESET = "reset_tensors"  # the check of the weights that overwrites them
 HOLD = "hashtap: hold back new prompts"  # rides with the requests from the first rank to the others
 FLAG_HOOKS = (
     Hook(Process.LAUNCHER, "sglang.srt.server_args", "ServerArgs.add_cli_args", Kind.AFTER, ("parser",)),
@@ -189,11 +190,10 @@ class _RankHooks:
     def register(self) -> None:
         for name in ("load_model", "backends", "forward", "logits", "queue", "prefill", "broadcast"):
             _register(HOOKS[name], getattr(self, name))
-        for name in ("rank_info", "rank_state", "rank_loop"):
+        for name in ("rank_info", "rank_state", "rank_loop", "flush_cache"):
             _register(HOOKS[name], getattr(self, name))
-        for name, hook in HOOKS.items():
-            if hook.process is Process.RANK and "weight" in name:
-                _register(hook, self.weights_updated)
+        for name in WEIGHT_UPDATES:
+            _register(HOOKS[name], self.update_weights)
 
     def load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the loading: settle the layers and the directory before it, begin to capture after it."""
@@ -297,15 +297,26 @@ class _RankHooks:
 
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
-    def weights_updated(self, result: Any, manager: Any, recv_req: Any) -> None:
-        """After any update, failed ones too: they may have changed a part."""
-        from hashtap.epoch import epoch_name
+    def update_weights(
+        self, original: Callable[..., Any], manager: Any, recv_req: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around any update, failed ones too: they may have changed a part."""
+        if not _changes_weights(recv_req):
+            return original(manager, recv_req, *args, **kwargs)
+        with _ending():
+            self._rank.end_epoch()
+        result = original(manager, recv_req, *args, **kwargs)
+        with _ending():
+            self._rank.begin_epoch(_fingerprint(manager.tp_worker.model_runner))
+        return result
 
-        self._rank.updates += 1
-        self._rank.weights_updated(epoch_name(_fingerprint(manager.tp_worker.model_runner), self._rank.updates))
+    def flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if result:
+            self._rank.cache_flushed()
 
     def rank_info(self, info: dict[str, Any], scheduler: Any) -> None:
-        info[REPORT_KEY] = [self._rank.report(_unhooked())]
+        # SGLang refuses, or cuts with --allow-auto-truncate, a prompt of that length.
+        info[REPORT_KEY] = [self._rank.report(_unhooked(), info["max_req_input_len"] - 1)]
 
     def rank_state(self, output: Any, scheduler: Any, recv_req: Any) -> None:
         output.internal_state["hashtap"] = self._rank.state()
@@ -421,6 +432,14 @@ def _fingerprint(runner: Any) -> bytes:
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, own, group=group)
     return combine_fingerprints(found)
+
+
+def _changes_weights(recv_req: Any) -> bool:
+    """Whether a request changes weights: some of its kind only look at them, or bring back other memory."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    tags = getattr(recv_req, "tags", None)
+    return getattr(recv_req, "action", RESET) == RESET and (not tags or GPU_MEMORY_TYPE_WEIGHTS in tags)
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ __all__ = [
     "SINCE",
     "TARGETS",
     "TESTED_VERSIONS",
+    "WEIGHT_UPDATES",
     "Hook",
     "Kind",
     "Names",
@@ -80,6 +81,18 @@ _SCHEDULER = f"{_SRT}.managers.scheduler"
 _UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater"
 _RUNNER = f"{_SRT}.model_executor.model_runner"
 
+WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "resume_memory_occupation",
+    "check_weights",
+)
+"""Methods of SGLang's weight updater that change the weights of a model that it serves, or can."""
+
 HOOKS: Mapping[str, Hook] = {
     "launch": Hook(
         Process.LAUNCHER,
@@ -148,15 +161,10 @@ HOOKS: Mapping[str, Hook] = {
         Kind.AROUND,
         ("self", "recv_reqs", "local_reqs"),
     ),
+    "flush_cache": Hook(Process.RANK, _SCHEDULER, "Scheduler.flush_cache", Kind.AFTER, ("self",)),
 } | {
-    name: Hook(Process.RANK, _UPDATER, f"SchedulerWeightUpdaterManager.{name}", Kind.AFTER, ("self", "recv_req"))
-    for name in (
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-        "end_weight_update",
-    )
+    name: Hook(Process.RANK, _UPDATER, f"SchedulerWeightUpdaterManager.{name}", Kind.AROUND, ("self", "recv_req"))
+    for name in WEIGHT_UPDATES
 }
 
 _NAMES = (
@@ -167,7 +175,7 @@ _NAMES = (
     Names(f"{_SRT}.runtime_context", "", ("get_parallel",)),
     Names(f"{_SRT}.environ", "", ("envs",)),
     Names(f"{_SRT}.environ", "Envs", ("SGLANG_RUST_SERVER",)),
-    Names(f"{_SRT}.constants", "", ("HEALTH_CHECK_RID_PREFIX",)),
+    Names(f"{_SRT}.constants", "", ("GPU_MEMORY_TYPE_WEIGHTS", "HEALTH_CHECK_RID_PREFIX")),
     Names(f"{_SRT}.entrypoints.http_server", "", ("app",)),
     Names(f"{_SRT}.entrypoints.engine", "SchedulerInitResult", ("scheduler_infos",)),
     Names(f"{_SRT}.managers.data_parallel_controller", "DataParallelController", ("_scheduler_init_infos",)),
@@ -225,7 +233,8 @@ SINCE: Mapping[str, str] = {
     # Before them: no data parallelism, as its controller cannot hand on what the ranks report.
     f"{_SRT}.managers.data_parallel_controller.DataParallelController.get_init_info": "0.5.23",
     f"{_SRT}.managers.data_parallel_controller.DataParallelController._scheduler_init_infos": "0.5.23",
-    # Before it: no update of the weights in several steps.
+    # Before them: no update of the weights in several steps.
+    f"{_UPDATER}.SchedulerWeightUpdaterManager.begin_weight_update": "0.5.23",
     f"{_UPDATER}.SchedulerWeightUpdaterManager.end_weight_update": "0.5.23",
     # Before it: arguments are resolved as they are made, and where they stand.
     f"{_SRT}.server_args.ServerArgs.resolve_once": "0.5.20",

@@ -34,12 +34,12 @@ from hashtap.session import Batch, Session, Tracked
 from hashtap.shard import ShardFacts
 from hashtap_kernels.layout import Geometry
 
-__all__ = ["BOUNDARIES", "CONTEXT_LENGTH", "GEOMETRY", "VOCAB_SIZE", "Answer", "Peer", "states"]
+__all__ = ["BOUNDARIES", "GEOMETRY", "MAX_PROMPT_TOKENS", "VOCAB_SIZE", "Answer", "Peer", "states"]
 
 GEOMETRY = Geometry(layers=4, hidden=64)
 BOUNDARIES = (2, 4, 5)
 VOCAB_SIZE = 1000
-CONTEXT_LENGTH = 2048
+MAX_PROMPT_TOKENS = 2047
 CHUNK_TOKENS = 128
 
 Answer = Response | float | Callable[[dict[str, Any]], dict[str, Any]] | None
@@ -159,7 +159,7 @@ class Peer:
             "hidden": GEOMETRY.hidden,
             "dtype": "bfloat16",
             "vocab_size": VOCAB_SIZE,
-            "context_length": CONTEXT_LENGTH,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
             "requests": "tagged",
             "sglang": "0.5.23",
         }
@@ -175,7 +175,7 @@ class Peer:
         trouble = self.trouble(self._attempts[identity], body)
         if isinstance(trouble, Response):
             return trouble
-        if len(body["input_ids"]) >= CONTEXT_LENGTH:
+        if len(body["input_ids"]) > MAX_PROMPT_TOKENS:
             return JSONResponse({"error": {"message": "The input is longer than the model's context length"}}, 400)
         async with self._counted():
             receipt = await self._capture(body)
@@ -215,7 +215,8 @@ class Peer:
 
     def _take(self, news: "_Request | str") -> None:
         if isinstance(news, str):
-            self._session.advance_epoch(news)
+            self._session.end_epoch()
+            self._session.begin_epoch(news, cache_is_empty=True)
             return
         if news.tagged:
             news.tracked = self._session.admit(news.rid, news.token_ids)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from tests.capture.peer import BOUNDARIES, CONTEXT_LENGTH, GEOMETRY, VOCAB_SIZE, Answer, Peer, states
+from tests.capture.peer import BOUNDARIES, GEOMETRY, MAX_PROMPT_TOKENS, VOCAB_SIZE, Answer, Peer, states
 
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import MismatchError, ServerLost, UsageError
@@ -224,7 +224,7 @@ def test_a_sample_that_the_server_refuses_is_not_sent_again(tmp_path: Path) -> N
 def test_unusable_lines_are_counted_and_never_sent(tmp_path: Path) -> None:
     good = prompts(40)
     out_of_vocabulary = [{"id": f"v-{n}", "input_ids": [1, VOCAB_SIZE]} for n in range(25)]
-    too_long = [{"id": f"l-{n}", "input_ids": [1] * CONTEXT_LENGTH} for n in range(20)]
+    too_long = [{"id": f"l-{n}", "input_ids": [1] * (MAX_PROMPT_TOKENS + 1)} for n in range(20)]
     no_ids = [{"id": f"n-{n}", "prompt": "not known"} for n in range(15)]
     log = Log()
     with Peer(tmp_path / "captures") as peer:
@@ -237,7 +237,7 @@ def test_unusable_lines_are_counted_and_never_sent(tmp_path: Path) -> None:
 
 
 def test_the_longest_prompt_that_fits_is_captured(tmp_path: Path) -> None:
-    wanted = [[7] * (CONTEXT_LENGTH - 1)]
+    wanted = [[7] * (MAX_PROMPT_TOKENS)]
     with Peer(tmp_path / "captures") as peer:
         assert extract(write(tmp_path / "s.jsonl", wanted), peer).captured == 1
     assert_captured(peer.directory, wanted)

@@ -13,7 +13,7 @@ from hashtap.identity import prompt_key
 from hashtap.sample_fields import MAX_TOKEN_ID, Limits
 from hashtap.samples import load_samples
 
-LIMITS = Limits(vocab_size=100, context_length=12)
+LIMITS = Limits(vocab_size=100, max_prompt_tokens=11)
 
 
 def write(path: Path, *lines: str | Mapping[str, object]) -> Path:
@@ -70,7 +70,11 @@ def test_order_is_the_files_and_never_the_ids(tmp_path: Path) -> None:
         ('{"input_ids": [1, 99, 100]}', "out of vocabulary", "token id 100 at position 2; ids go from 0 to 99"),
         ('{"input_ids": [1, -1]}', "out of vocabulary", "token id -1 at position 1"),
         ('{"input_ids": [18446744073709551616]}', "out of vocabulary", "18446744073709551616"),
-        (json.dumps({"input_ids": [5] * 12}), "too long", "12 tokens and one to generate"),
+        (
+            json.dumps({"input_ids": [5] * 12}),
+            "too long",
+            "the server takes 11",
+        ),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "bad loss_mask", "1 elements for 2 tokens"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 2]}', "bad loss_mask", "0 to 2"),
         ('{"input_ids": [1, 2], "loss_mask": [0, true]}', "bad loss_mask", "position 1 holds true"),

@@ -416,7 +416,8 @@ def test_a_new_epoch_takes_nothing_half_done_along(host: Host) -> None:
     old, half, new = prompt(11, 30), prompt(12, 60), prompt(13, 20)
     kept = [host.admit("old", old), host.admit("half", half)]
     host.forward(("old", old, 0), ("half", half[:30], 0))
-    host.session.advance_epoch("e1")
+    host.session.end_epoch()
+    host.session.begin_epoch("e1", cache_is_empty=True)
     receipts = host.forward(("half", half[30:], 30))
     assert receipts is not None
     assert receipts[0] is not None
@@ -430,6 +431,32 @@ def test_a_new_epoch_takes_nothing_half_done_along(host: Host) -> None:
         reader = hashtap.Reader(host.path, epoch=epoch)
         epochs[epoch] = [capture.token_ids.tolist() for capture in reader]
     assert epochs == {"e0": [old], "e1": [new]}
+
+
+def test_cached_rows_of_other_weights_are_nobodys(tmp_path: Path) -> None:
+    """New weights, and the server's cache keeps what the old ones computed: a donor of the new ones cannot tell."""
+    host = Host(tmp_path, capture_prefix_cache="on")
+    first = prompt(1, 100)
+    others = [first[:50] + prompt(seed, 20) for seed in (2, 3, 4)]
+
+    def serve(rid: str, ids: list[int], prefix: int) -> str:
+        tracked = host.admit(rid, ids)
+        host.forward((rid, ids[prefix:], prefix))
+        return tracked.state
+
+    assert [serve("old", first, 0), serve("shares", others[0], 50)] == ["captured", "captured"]
+    host.session.end_epoch()
+    host.session.begin_epoch("e1", cache_is_empty=False)
+    assert serve("first", first, 50) == NEEDS_RECOMPUTE
+    assert serve("past the cache", first, 0) == "captured"
+    assert serve("stale", others[1], 50) == NEEDS_RECOMPUTE
+    host.session.cache_flushed()
+    assert [serve("fresh", first, 0), serve("shares again", others[2], 50)] == ["captured", "captured"]
+    host.close()
+    reader = hashtap.Reader(host.path, epoch="e1")
+    assert sorted(len(capture) for capture in reader) == [70, 100]
+    for ids in (first, others[2]):
+        assert_captured(reader, ids)
 
 
 @pytest.mark.parametrize(

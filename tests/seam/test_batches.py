@@ -14,6 +14,7 @@ from tests.capture.build import states_of
 
 from hashtap.config import CaptureConfig
 from hashtap.errors import SetupError
+from hashtap.identity import NEEDS_RECOMPUTE
 from hashtap.rank import Rank
 from hashtap.reader import Reader
 from hashtap_kernels.layout import Geometry
@@ -48,10 +49,10 @@ def sglang() -> SimpleNamespace:
 class Runner:
     """A rank, and the model runner's part of SGLang around it."""
 
-    def __init__(self, path: Path, sglang: SimpleNamespace) -> None:
+    def __init__(self, path: Path, sglang: SimpleNamespace, **config: Any) -> None:
         self.path = path
         self.sglang = sglang
-        self.rank = Rank(CaptureConfig(capture_dir=str(path), capture_ring_gib=0.01), "HEALTH_CHECK")
+        self.rank = Rank(CaptureConfig(capture_dir=str(path), capture_ring_gib=0.01, **config), "HEALTH_CHECK")
         model = SimpleNamespace(hidden_size=64, model_path="m", vocab_size=512, context_len=4096)
         facts = self.rank.plan(model, "bfloat16", (1, 4, 6), rank=0, flags={})
         self.rank.start(facts, "w", {"sglang": "x"}, device="cpu", max_forward_tokens=1024)
@@ -88,9 +89,16 @@ class Runner:
         )
 
     def forward(
-        self, batch: Any, parts: Sequence[Part], change: Callable[[Any], None] = lambda batch: None
+        self,
+        batch: Any,
+        parts: Sequence[Part],
+        change: Callable[[Any], None] = lambda batch: None,
+        embedded: bool = False,
     ) -> list[dict[str, Any] | None] | None:
-        """A forward pass; ``change`` is what SGLang does to the batch between scheduler and logits. The receipts."""
+        """A forward pass; ``change`` is what SGLang does to the batch between scheduler and logits. The receipts.
+
+        Where the prompt comes to the language model ``embedded``, that has no ids to hand on.
+        """
         if not self.rank.begin_forward(batch):
             return None
         states = [states_of(with_output(req), GEOMETRY)[p : p + n] for req, p, n in parts]
@@ -99,7 +107,8 @@ class Runner:
         together = np.concatenate(states)
         rows[: len(together)] = together
         layers = torch.from_numpy(rows).view(torch.bfloat16).unbind(1)
-        self.rank.take(batch.input_ids, batch.positions, [layers[-1]], list(layers[:-1]))
+        ids = None if embedded else batch.input_ids
+        self.rank.take(ids, batch.positions, [layers[-1]], list(layers[:-1]))
         output = self.sglang.LogitsProcessorOutput(next_token_logits=None)
         self.rank.end_forward(output)
         return output.customized_info["hashtap"] if output.customized_info else None
@@ -137,6 +146,43 @@ def padded_to(tokens: int, requests: int) -> Callable[[Any], None]:
         batch.extend_prefix_lens_cpu.extend([0] * (requests - len(batch.extend_prefix_lens_cpu)))
 
     return change
+
+
+@pytest.mark.cell("text to a model of images and text", "exact", "its layers get embeddings, their ids are the batch's")
+def test_prompts_that_are_embedded_before_the_language_model(runner: Runner) -> None:
+    """SGLang's general_mm_embed_routine calls the language model with ``input_ids=None``, also for its own warm-up."""
+    stranger = runner.sglang.Req("w", "", array("q", [7, 8]), runner.sglang.SamplingParams(), vocab_size=512)
+    assert runner.forward(runner.batch("EXTEND", [(stranger, 0, 2)]), [(stranger, 0, 2)], embedded=True) is None
+    req = runner.request(30)
+    for part in ((req, 0, 20), (req, 20, 10)):
+        runner.forward(runner.batch("EXTEND", [part]), [part], embedded=True)
+    runner.assert_stored(req)
+
+
+@pytest.mark.parametrize("flush", ["before", "after", "never"])
+def test_the_cache_holds_old_weights_rows_until_it_is_flushed(
+    tmp_path: Path, sglang: SimpleNamespace, flush: str
+) -> None:
+    runner = Runner(tmp_path / "captures", sglang, capture_prefix_cache="on")
+    donor = runner.request(40)
+    later = runner.request(41, origin_input_ids=array("q", [*donor.origin_input_ids[:30], *range(3, 14)]))
+
+    def serve(req: Any, prefix: int) -> str:
+        part = (req, prefix, len(req.origin_input_ids) - prefix)
+        (receipt,) = runner.forward(runner.batch("EXTEND", [part]), [part]) or [None]
+        assert receipt is not None
+        return str(receipt["state"])
+
+    assert serve(runner.request(7), 0) == "captured"
+    if flush == "before":
+        runner.rank.cache_flushed()
+    runner.rank.end_epoch()
+    runner.rank.begin_epoch(b"w")
+    if flush == "after":
+        runner.rank.cache_flushed()
+    assert serve(donor, 0) == "captured"
+    assert serve(later, 30) == (NEEDS_RECOMPUTE if flush == "never" else "captured")
+    runner.rank.close()
 
 
 @pytest.mark.cell("attention data parallelism", "exact", "ranks padded to one length; the padding is nobody's")

@@ -61,7 +61,7 @@ def test_info(llama: Served) -> None:
     assert info["directory"] == reader.directory.uuid
     assert info["boundaries"] == [1, 4, 6]
     assert (info["layers"], info["hidden"], info["dtype"], info["final_norm"]) == (4, 256, "bfloat16", "post")
-    assert (info["vocab_size"], info["context_length"]) == (512, 4096)
+    assert (info["vocab_size"], info["max_prompt_tokens"]) == (512, 4089)  # 6 below the context of 4,096 less one
 
 
 @pytest.mark.cell("chunks of 128 tokens", "exact", "the same prompts in another order and batch: the same bits")

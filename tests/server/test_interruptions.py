@@ -62,12 +62,21 @@ def test_an_abort_takes_all_that_begin_alike(busy: Served, reference: Reference)
 @pytest.mark.cell("client time-out and retry", "exact", "three impatient attempts: one record, duplicates are counted")
 def test_impatient_client(busy: Served, reference: Reference) -> None:
     (prompt,) = random_prompts([3900], seed=92)
+    before = busy.counters()
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "custom_params": {"hashtap": True}}}
     for _ in range(3):
         with pytest.raises(httpx.TimeoutException):
             httpx.post(f"{busy.server.url}/generate", json=body, timeout=0.05)
     assert receipt(busy.server.generate(prompt))["rows"] == 3900
     busy.check(reference, prompt)
+
+    def ended() -> bool:
+        """Each attempt was captured, the first as the record, or SGLang aborted it as its client had gone."""
+        seen = busy.counters() - before
+        whole = seen["captured"] == 1 + seen["duplicates"]
+        return seen["admitted"] == 4 == seen["captured"] + seen["aborted"] and whole
+
+    wait_until(ended, 60, "all four attempts to be counted")
     assert not Reader(busy.captures).duplicates
 
 
@@ -104,6 +113,7 @@ def test_pause_between_chunks_restarts_the_record(busy: Served, reference: Refer
         httpx.post(f"{busy.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
         httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
         assert receipt(answer.result())["rows"] == len(prompt)
+    assert (busy.counters() - before)["restarted"] == 1
     busy.check(reference, prompt)
 
 

@@ -73,6 +73,8 @@ def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path, referen
         assert {receipt(answer)["state"] for answer in answers} == {"captured"}
         server.check(reference, *prompts)
         assert {len(capture) for capture in Reader(server.captures)} == {20}
+        # What is prefilled again after the prompt was captured is nobody's, the prompt's rows among it.
+        assert (server.counters()["restarted"], server.counters()["duplicates"]) == (0, 0)
 
 
 @pytest.mark.cell("new weights in mid-run", "exact", "`/update_weights_from_disk`: a new epoch, new shards")

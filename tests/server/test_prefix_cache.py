@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from bench.server import Server
 from tests import models
 from tests.server.conftest import CHUNK_TOKENS, Served, capture_flags
 from tests.server.prompts import random_prompts, receipt, send_together
 from tests.server.reference import Reference, assert_same_states
+from tests.server.waiting import wait_until
 
 from hashtap.identity import PAST_THE_CACHE
+from hashtap.reader import Reader
 from hashtap.verify import verify
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,6 +41,11 @@ def check(served: Served, reference: Reference, *prompts: list[int]) -> None:
         assert_same_states(capture.tensor(), reference.states(prompt), BOUNDARIES)
 
 
+def post(served: Served, path: str, body: dict[str, Any] | None = None) -> Any:
+    answer = httpx.post(served.server.url + path, json=body or {}, timeout=120).raise_for_status()
+    return answer.json() if answer.headers.get("content-type") == "application/json" else None
+
+
 def computed(answer: dict[str, object]) -> int:
     """Prompt tokens that the server did not take from its cache."""
     info = answer["meta_info"]
@@ -63,10 +71,12 @@ def test_cached_rows_come_from_the_earlier_capture(cached: Served, reference: Re
 @pytest.mark.cell("prefix cache on, full hit", "exact", "a duplicate, counted")
 def test_the_same_prompt_again_is_a_duplicate(cached: Served) -> None:
     (prompt,) = random_prompts([90], seed=51)
+    before = cached.counters()
     answers = [cached.server.generate(prompt) for _ in range(3)]
     assert [computed(answer) for answer in answers] == [90, 1, 1]
     assert {receipt(answer)["state"] for answer in answers} == {"captured"}
     assert len(cached.captured(prompt)[0]) == 90
+    wait_until(lambda: (cached.counters() - before)["duplicates"] == 2, 30, "both duplicates to be counted")
 
 
 @pytest.mark.cell(
@@ -122,3 +132,52 @@ def test_conversations_cost_their_system_prompt_once(cached: Served, reference: 
     total = sum(map(len, prompts))
     print(f"{total:,} prompt tokens, {1000 + tokens + again:,} computed; {stored:,} bytes for {whole:,} of states")
     assert stored < whole / 10
+
+
+@pytest.mark.cell(
+    "prefix cache on, new weights", "marked", "rows of the old weights are nobody's until the cache is flushed"
+)
+def test_the_cache_of_old_weights_serves_no_capture(cached: Served) -> None:
+    """Last here: the weights change. SGLang keeps its cache where it is told to, and goes on serving from it."""
+    (shared, *tails) = random_prompts([200, 20, 21, 22], seed=54)
+    first, stale, fresh = (shared + tail for tail in tails)
+    assert receipt(cached.server.generate(first))["state"] == "captured"
+    body = {"model_path": str(models.llama(seed=1)), "flush_cache": False}
+    assert post(cached, "/update_weights_from_disk", body)["success"]
+    assert receipt(cached.server.generate(first))["state"] == "needs recompute"
+    again = receipt(cached.server.generate(first, extra_key=PAST_THE_CACHE + "1"))
+    assert again["state"] == "captured"
+    answer = cached.server.generate(stale)
+    assert computed(answer) == 21  # behind rows of the old weights
+    assert receipt(answer)["state"] == "needs recompute"
+    post(cached, "/flush_cache")
+    answers = [cached.server.generate(prompt) for prompt in (first, fresh)]
+    assert [computed(answer) for answer in answers] == [220, 22]
+    assert {receipt(answer)["state"] for answer in answers} == {"captured"}
+    reference, reader = Reference(models.llama(seed=1, plain=True)), Reader(cached.captures, epoch=again["epoch"])
+
+    def sealed() -> bool:
+        reader.refresh()
+        return len(reader) == 2
+
+    wait_until(sealed, 30, "both to be sealed")
+    for prompt in (first, fresh):
+        assert_same_states(reader.by_token_ids(prompt).tensor(), reference.states(prompt), BOUNDARIES)
+
+
+@pytest.mark.cell("memory released and resumed", "exact", "a new epoch where the weights were among it")
+@pytest.mark.cell(
+    "a check that overwrites the weights", "exact", "`/weights_checker` with `reset_tensors`: a new epoch"
+)
+def test_whatever_changes_the_weights_begins_an_epoch(cached: Served) -> None:
+    def updates() -> int:
+        return int(cached.server.get("/hashtap/info")["epoch"].partition("+")[2] or 0)
+
+    before = updates()
+    post(cached, "/weights_checker", {"action": "checksum"})
+    for tags in (["kv_cache"], ["weights"], None):
+        post(cached, "/release_memory_occupation", {"tags": tags})
+        post(cached, "/resume_memory_occupation", {"tags": tags})
+    assert updates() - before == 2
+    post(cached, "/weights_checker", {"action": "reset_tensors"})
+    assert updates() - before == 3

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.server.cli import run_hashtap, write_samples
 from tests.server.conftest import Served, served
 from tests.server.plugins import plugin
 from tests.server.prompts import random_prompts, receipt
@@ -121,3 +123,12 @@ def test_a_prompt_that_is_cut_is_another_prompt(everything: Served) -> None:
     (capture,) = everything.captured(prompt[:kept])
     assert len(capture) == kept
     assert prompt_key(prompt) not in Reader(everything.captures)
+
+
+@pytest.mark.cell("auto-truncate, `hashtap extract`", "refused", "what would be cut is set aside before it is sent")
+def test_samples_that_would_be_cut_are_left_out(everything: Served, tmp_path: Path) -> None:
+    most = everything.server.get("/hashtap/info")["max_prompt_tokens"]
+    samples = write_samples(tmp_path / "samples.jsonl", random_prompts([most, most + 1, 4095, 5000], seed=104))
+    out = ("--server", everything.server.url, "--out", everything.captures)
+    answer = run_hashtap("extract", samples, *out, status=1)
+    assert (answer["captured"], answer["left_out"]) == (1, {"too long": 3})
