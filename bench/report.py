@@ -21,7 +21,8 @@ HEAD = """# Benchmarks
 
 Written by `python bench/report.py` from the records in `bench/results`; do not edit it by hand. Every figure stands
 behind a check, in the same run, that what was captured is right. Ratios are of runs that took turns in one session; the
-interval is the 95 % bootstrap interval of their median.
+interval is the 95 % bootstrap interval of their median. Where a bar is met "to" a value, that is the better end of the
+interval, which decides.
 """
 
 

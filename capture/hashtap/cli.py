@@ -2,11 +2,12 @@
 ``export``, ``bench``.
 
 Answers go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 something is
-missing, left out or wrong, 2 bad usage, 3 the server is lost, 130 stopped by Ctrl-C.
+missing, left out or wrong, 2 bad usage or a mismatch, 3 the server is lost, 130 stopped by Ctrl-C.
 """
 
 import asyncio
 import json
+import math
 import shlex
 import sys
 from dataclasses import asdict
@@ -18,10 +19,11 @@ import typer
 from hashtap import __version__
 from hashtap.bench.command import bench
 from hashtap.chat import ChatTokenizer
+from hashtap.config import parse_boundaries
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError, UsageError
 from hashtap.estimate import RATIO, Estimate
-from hashtap.extract import Extraction, ExtractOptions
+from hashtap.extract import FAILED, Extraction, ExtractOptions
 from hashtap.forecast import Forecast, Rates
 from hashtap.model_config import ModelShape
 from hashtap.progress import Snapshot, bar_or_lines
@@ -120,7 +122,11 @@ def _extract(
     trust_remote_code: RemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Send the samples that are not captured yet, wait until they are sealed."""
+    """Send the samples that are not captured yet, wait until they are sealed.
+
+    Exit status: 0 all are captured, 1 some were left out, 2 bad usage or a server that does not fit, 3 the server is
+    lost or 20 prompts failed in a row, as while it restarts or its disk is full: start it again, it goes on.
+    """
     options = ExtractOptions(
         server=server,
         out=out,
@@ -154,7 +160,7 @@ def _extract(
     elif summary.samples:
         for line in _summary_lines(summary, options):
             print(line)
-    if summary.pending:
+    if summary.pending or FAILED in summary.left_out:
         again = [part.replace(api_key, "KEY") if api_key else part for part in sys.argv[1:]]
         print(f"to capture the rest: {shlex.join(['hashtap', *again])}", file=sys.stderr)
     if trouble is not None:
@@ -243,30 +249,33 @@ def _recover(
 
 @app.command("plan")
 def _plan(
-    tokens: Annotated[float, typer.Option(help="Prompt tokens to capture, e.g. 87.8e6.", show_default=False)],
+    tokens: Annotated[float, typer.Option(min=1, help="Prompt tokens to capture, e.g. 87.8e6.", show_default=False)],
     layers: Annotated[int, typer.Option(help="Layers of a token, the final state included.")] = 4,
     hidden: Annotated[int | None, typer.Option(help="The model's hidden size.", show_default=False)] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, in place of --hidden.", show_default=False)
     ] = None,
-    ratio: Annotated[float, typer.Option(help="Compression to reckon with.")] = RATIO,
+    ratio: Annotated[float, typer.Option(min=0.1, help="Compression to reckon with.")] = RATIO,
     gpus: Annotated[
         int | None, typer.Option(help="Reckon with time, disk and writers on so many GPUs too.", show_default=False)
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that write: data-parallel ones.")] = 1,
     writers: Annotated[int, typer.Option(help="Writers of a rank, --capture-writers.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Of a prompt, on average.")] = 1000,
-    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of one GPU.")] = RATES.prefill_tokens_per_s,
-    writer_gb_per_s: Annotated[float, typer.Option(help="States that one writer takes.")] = RATES.writer / 1e9,
-    disk_gb_per_s: Annotated[float, typer.Option(help="What the disk takes.")] = RATES.disk / 1e9,
-    pcie_gb_per_s: Annotated[float, typer.Option(help="From a GPU to the host.")] = RATES.pcie / 1e9,
+    prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="Of one GPU.")] = RATES.prefill_tokens_per_s,
+    writer_gb_per_s: Annotated[float, typer.Option(min=0.001, help="States that one writer takes.")] = RATES.writer
+    / 1e9,
+    disk_gb_per_s: Annotated[float, typer.Option(min=0.001, help="What the disk takes.")] = RATES.disk / 1e9,
+    pcie_gb_per_s: Annotated[float, typer.Option(min=0.001, help="From a GPU to the host.")] = RATES.pcie / 1e9,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where the captures will go.", show_default=False)
     ] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Exit with 0 although the disk is too small.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Reckon how much disk and time an extraction takes; exit with 1 where less than 110 % of the disk is free."""
+    """Reckon how much disk and time an extraction takes; exit with 1 where --dir has less than 110 % of it free."""
+    if not math.isfinite(tokens):
+        raise UsageError(f"--tokens {tokens}: give a number of tokens, like 87.8e6")
     if (hidden is None) == (model_config is None):
         raise UsageError("give either --hidden or --model-config, which says how wide a state is")
     width = ModelShape.read(model_config).hidden if model_config is not None else hidden
@@ -360,7 +369,7 @@ def _boundaries(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(int(part) for part in text.replace(",", " ").split())
+        return parse_boundaries(text)
     except ValueError:
         raise UsageError(f"--layers {text!r} are no boundaries; give whole numbers like 2,15,27") from None
 

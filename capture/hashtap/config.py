@@ -14,13 +14,14 @@ from typing import Any, Literal, Self
 
 from hashtap.errors import UsageError
 
-__all__ = ["CaptureConfig", "child_environment", "enable"]
+__all__ = ["CaptureConfig", "child_environment", "enable", "parse_boundaries"]
 
 GROUP = "hashtap: capture of hidden states"
 ENV_PREFIX = "HASHTAP_CAPTURE_"
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def parse_boundaries(text: str) -> tuple[int, ...]:
+    """``2 15 27`` or ``2,15,27``. Raises ValueError for anything but whole numbers."""
     return tuple(int(part) for part in text.replace(",", " ").split())
 
 
@@ -38,7 +39,9 @@ class CaptureConfig:
 
     capture_dir: str = _option("", "directory to write captures to; turns capture on")
     capture_layers: tuple[int, ...] | None = _option(
-        None, "boundaries of the auxiliary layers: b = the residual stream after b decoder layers [2 n/2 n-3]", _layers
+        None,
+        "boundaries of the auxiliary layers: b = the residual stream after b decoder layers [2 n/2 n-3]",
+        parse_boundaries,
     )
     capture_final: Literal["post", "pre", "both"] = _option(
         "post",
@@ -131,7 +134,7 @@ class CaptureConfig:
             value = getattr(args, option.name, None)
             if value is not None:
                 given[option.name] = " ".join(value) if isinstance(value, list) else value
-        return cls._parse(_from_environment(environ) | given, _flag)
+        return cls._parse(_from_environment(environ) | given, lambda key: _flag(key) if key in given else _twin(key))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
@@ -146,6 +149,8 @@ class CaptureConfig:
     def _parse(cls, texts: Mapping[str, str], name_of: Callable[[str], str]) -> Self | None:
         if texts.get("capture_dir"):
             return cls._read(texts, name_of)
+        if "capture_dir" in texts:
+            raise UsageError(f"{name_of('capture_dir')} is empty: name the directory to write captures to")
         if texts:
             raise UsageError(f"{name_of(next(iter(texts)))} is given without --capture-dir, which turns capture on")
         return None
@@ -220,7 +225,7 @@ def _metavar(option: "Field[Any]") -> str:
     parse = option.metadata["parse"]
     if option.metadata["choices"]:
         return "{" + ",".join(option.metadata["choices"]) + "}"
-    return {_layers: "BOUNDARY", int: "INT", float: "NUMBER"}.get(parse, "DIR")
+    return {parse_boundaries: "BOUNDARY", int: "INT", float: "NUMBER"}.get(parse, "DIR")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:

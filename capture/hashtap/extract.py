@@ -24,7 +24,10 @@ from hashtap.samples import BadSample, load_samples
 from hashtap.sealed import RemoteDirectory, SealedKeys, SharedDirectory
 from hashtap.tally import Prompt, Summary, Tally
 
-__all__ = ["ExtractOptions", "Extraction"]
+__all__ = ["FAILED", "ExtractOptions", "Extraction"]
+
+FAILED = "not captured"
+"""Why samples were left out whose prompt was tried in vain: they may be captured another time."""
 
 RESENDS = 2
 POLL_S = 0.5
@@ -147,7 +150,7 @@ class _Run:
                 if not missing:
                     break
             for prompt in missing:
-                self._fail(prompt, "captured by the server, but never sealed")
+                self._fail(prompt, "captured by the server, but never sealed: its log says why; start it anew")
             if self._failed:
                 await self._client.info()  # tells a lost server from bad luck
         finally:
@@ -250,7 +253,7 @@ class _Run:
     def _fail(self, prompt: Prompt, reason: str) -> None:
         """A failed prompt counts as one, however many attempts it took."""
         self._failed = True
-        self._leave_out(prompt, "not captured", reason)
+        self._leave_out(prompt, FAILED, reason)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._options.stop_after:
             raise ServerLost(f"stopped: {self._failures_in_a_row} samples failed in a row, the last with: {reason}")

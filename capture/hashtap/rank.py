@@ -60,9 +60,10 @@ def check_same_kind(mine: ShardFacts, others: Mapping[str, ShardFacts]) -> None:
             ("epoch", mine.epoch, other.epoch),
         ):
             if own != found and own != "":
+                same = "the same flags (--tp-size and quantization are part of it), or " if what == "epoch" else ""
                 raise MismatchError(
-                    f"the capture directory holds {name} of another server: its {what} is {found} "
-                    f"(model {other.model}), this one's is {own} (model {mine.model}); give another --capture-dir"
+                    f"the capture directory holds {name} of another server: its {what} is {found} (model "
+                    f"{other.model}), this one's is {own} (model {mine.model}); give {same}another --capture-dir"
                 )
 
 

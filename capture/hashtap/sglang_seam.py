@@ -357,7 +357,11 @@ def _stop_ranks(tokenizer_manager: Any) -> None:
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     while collect_scheduler_processes():
         if time.monotonic() > deadline:
-            log.error("the ranks did not seal within %d s: what is not sealed is lost", EXIT_TIMEOUT_S)
+            log.error(
+                "the ranks did not seal within %d s: what is whole in their .partial files is sealed at the next "
+                "start on this host, or by hashtap recover",
+                EXIT_TIMEOUT_S,
+            )
             return
         time.sleep(0.1)
 

@@ -369,7 +369,9 @@ def test_what_is_never_sealed_is_sent_again_then_named(tmp_path: Path) -> None:
     with Peer(tmp_path / "captures", options={"capture_seal_after_s": 3600.0}) as peer:
         summary = extract(samples, peer, seal_wait_s=0.7)
         assert (summary.captured, summary.sent, summary.left_out) == (0, 9, {"not captured": 3})
-        assert {bad["detail"] for bad in quarantined(peer.directory)} == {"captured by the server, but never sealed"}
+        assert {bad["detail"] for bad in quarantined(peer.directory)} == {
+            "captured by the server, but never sealed: its log says why; start it anew"
+        }
     assert_captured(peer.directory, wanted)
     with Peer(tmp_path / "captures") as peer:
         summary = extract(samples, peer)

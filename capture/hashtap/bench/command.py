@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hashtap.config import parse_boundaries
 from hashtap.errors import UsageError
 from hashtap.model_config import ModelShape
 
@@ -74,6 +75,13 @@ def _server(
         raise UsageError(f"hashtap bench needs {error.name}: pip install 'hashtap[bench]'") from None
     if decode_tokens and decode_tokens < 2:
         raise UsageError("--decode-tokens 1 has no step between tokens: give 0, or 2 and more")
+    try:
+        boundaries = parse_boundaries(layers) if layers else None
+    except ValueError:
+        raise UsageError(f"--layers {layers!r} are no boundaries; give whole numbers like 2,15,27") from None
+    for option, file in (("--json", as_json), ("--plot", plot)):
+        if file is not None and not file.parent.is_dir():
+            raise UsageError(f"{option} {file}: there is no folder {file.parent}: make it first")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that servers are stopped
     path = Path(model)
     model = str(path.absolute()) if path.exists() else model
@@ -91,7 +99,6 @@ def _server(
             "one to warm up: give more --samples, or fewer --prompts or --rounds"
         )
     common, capture = split_flags(tuple(flags or ()))
-    boundaries = tuple(int(part) for part in layers.replace(",", " ").split()) if layers else None
     record = measure_server(
         Case(model, Path(), common, capture, boundaries),
         parts[0],
