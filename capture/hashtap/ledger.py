@@ -9,6 +9,7 @@ from collections.abc import Callable
 from hashtap.flight import Record
 from hashtap.header import Header
 from hashtap.logs import log
+from hashtap.shard import MAX_FRAMES
 
 __all__ = ["Ledger"]
 
@@ -100,6 +101,9 @@ class Ledger:
             return
         if record.key in self._keys:
             self.duplicates += 1
+            self.fail(record)
+        elif len(self._listed[number]) == MAX_FRAMES:
+            log.error("the prompt %s is not stored: its shard lists as many as a reader takes", record.key.hex())
             self.fail(record)
         elif donor is None or donor.key in self._keys:
             del self._open[record.serial]

@@ -6,7 +6,7 @@
     header     JSON, padded with spaces to the size that was reserved for it
     frames     U8  [bytes]   stored frames, one behind the other
     index      U64 [F, 8]    one row a frame
-    records    U64 [R, 12]   one row a record completed in this shard
+    records    U64 [R, 12]   one row a record listed in this shard
     trailer    U64 [2]       xxh3_128 of everything but frames and trailer
 
 Here are its facts, its header, and the checks that a file must pass before anything in it is used.
@@ -221,7 +221,7 @@ def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
     frames_bytes, index_end, records_end, trailer_end = ends
     if frames_at + trailer_end != file_bytes:
         raise FormatError(f"it has {file_bytes} bytes where its header describes {frames_at + trailer_end}")
-    if frames * HEADER_BYTES > frames_bytes or not 0 < frames <= MAX_FRAMES or records > frames:
+    if frames * HEADER_BYTES > frames_bytes or not 0 < frames <= MAX_FRAMES or records > MAX_FRAMES:
         raise FormatError(f"it claims {frames} frames and {records} records in {frames_bytes} bytes of frames")
     index = _read(descriptor, frames_at + frames_bytes, index_end - frames_bytes)
     rows = _read(descriptor, frames_at + index_end, records_end - index_end)

@@ -138,14 +138,17 @@ class ShardFile:
         self._file.close()
         return file_bytes
 
-    def give_way(self) -> set[int]:
+    def give_way(self, records: int) -> set[int]:
         """Cut off what could not be written, and frames to make room for the tail; returns the passes they are of.
+
+        Args:
+            records: how many the tail is to list at most.
 
         Raises:
             OSError: when they cannot be cut off.
         """
         index = np.array(self._index, np.uint64).reshape(-1, len(INDEX_COLUMNS))
-        tail_bytes = index.nbytes + self.frames * len(RECORD_COLUMNS) * 8 + TRAILER_BYTES
+        tail_bytes = index.nbytes + records * len(RECORD_COLUMNS) * 8 + TRAILER_BYTES
         kept_bytes = min(self._file.written_bytes - self._reserved_bytes, self.frames_bytes - tail_bytes)
         self.frames = int(np.searchsorted(index[:, 0] + index[:, 1], max(0, kept_bytes), "right"))
         lost = index[self.frames :]

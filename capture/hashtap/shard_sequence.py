@@ -124,7 +124,7 @@ class ShardSequence:
                 whole = False
                 with self._changed:
                     self._disk_failed(f"cannot write to {shard.path}", error)
-                    self._ledger.lose(shard.give_way(), listed)
+                    self._ledger.lose(shard.give_way(len(listed)), listed)
             try:
                 sealed = self._seal(shard, listed)
             except OSError as error:
@@ -132,7 +132,7 @@ class ShardSequence:
                     raise
                 with self._changed:
                     self._disk_failed(f"cannot seal {shard.path}", error)
-                    self._ledger.lose(shard.give_way(), listed)
+                    self._ledger.lose(shard.give_way(len(listed)), listed)
                 sealed = self._seal(shard, listed)
         except Exception as error:
             shard.discard()

@@ -2,7 +2,8 @@
 
 A flight (the frames of one forward) is waited for and checked, then its frames are compressed in parallel and appended
 under one lock. A record is complete when its frames cover its prompt; it is listed in the shard that its last frame
-went to. Nothing here raises into the server: what cannot be stored is counted, logged and never listed.
+went to, or that of the donor that it waits for. Nothing here raises into the server: what cannot be stored is counted,
+logged and never listed.
 """
 
 import os

@@ -127,6 +127,13 @@ def most_frames(path: Path) -> None:
     os.truncate(path, 8 + len(text) + frames_bytes + MAX_FRAMES * (64 + 96) + 16)
 
 
+def too_many_records(path: Path) -> None:
+    """One frame, and a record more than there may be, in a file of zeros."""
+    text = encode_header(read_shard(path).facts, 128, 1, MAX_FRAMES + 1)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + 128 + 64 + (MAX_FRAMES + 1) * 96 + 16)
+
+
 OTHER = "its header|it claims|it has"
 
 HEADERS = {
@@ -162,6 +169,7 @@ HEADERS = {
         )
     },
     "the most frames that there may be": Attack(most_frames, "its trailer is wrong", limit_mb=176),
+    "more records than there may be": Attack(too_many_records, "it claims 1 frames and 1048577 records"),
 }
 
 

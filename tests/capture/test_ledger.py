@@ -106,3 +106,14 @@ def test_a_lost_shard_takes_along_what_shares_its_rows(ledger: Ledger, chain: li
     again = record(4, [1, 2, 3, 4])
     ledger.stored(again, frame(again), 1)
     assert not again.failed
+
+
+def test_no_shard_lists_more_than_a_reader_takes(
+    ledger: Ledger, chain: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hashtap.ledger.MAX_FRAMES", 2)
+    for one in reversed(chain):
+        ledger.stored(one, frame(one), 0)
+    assert [one.failed for one in chain] == [False, False, True]
+    assert [one.serial for one in ledger.shard_ends(0)] == [1, 2]
+    assert (len(ledger), ledger.waste_bytes) == (0, 100)

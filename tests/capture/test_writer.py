@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from tests.capture.build import GEOMETRY, Host, facts, states_of
 
 from hashtap.errors import FormatError
+from hashtap.frame import store_frame
+from hashtap.header import Header
 from hashtap.reader import Reader
 from hashtap.shard import read_shard
 from hashtap.shard_file import ShardFile
@@ -360,6 +362,37 @@ def test_no_shard_has_more_frames_than_a_reader_takes(tmp_path: Path, monkeypatc
     sizes = [len(shard.index) for shard in Reader(tmp_path).shards]
     assert max(sizes) <= 32
     assert len(sizes) == 7
+
+
+def test_a_donor_that_is_late_is_listed_with_all_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its one frame goes to a shard of its own, which then lists more records than it has frames."""
+    come = threading.Event()
+    shared = [1, 2, 3]
+    prompts = [[*shared, n] for n in range(5)]
+
+    def late(frame: Any, header: Header, *rest: Any) -> Any:
+        if header.total_tokens == len(shared):
+            assert come.wait(20)
+        return store_frame(frame, header, *rest)
+
+    monkeypatch.setattr("hashtap.writer.store_frame", late)
+    with Host(tmp_path, threads=2, codec="none", shard_bytes=1) as host:
+        (donor,) = host.capture([shared])
+        for ids in prompts:
+            record = host.record(ids)
+            record.donor, record.shared_tokens = donor, len(shared)
+            host.forward([(record, states_of(ids), len(shared), 1)])
+        wait_for(lambda: host.writer.counters()["shards"] == len(prompts))
+        come.set()
+    shards = Reader(tmp_path).shards
+    assert [len(shard.index) for shard in shards] == [1] * 6
+    assert [len(shard.records) for shard in shards] == [0] * 5 + [6]
+    assert verify(tmp_path).ok
+    for ids in prompts:
+        states = Reader(tmp_path).by_token_ids(ids).hidden_states
+        assert states.tobytes() == states_of(shared).tobytes() + states_of(ids)[3:].tobytes()
 
 
 @pytest.mark.slow
