@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hashtap.block_file import BlockFile
-from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name, sync_directory
+from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, shard_name
 from hashtap.facts import ShardFacts
 from hashtap.frame import Pieces
 from hashtap.header import Header
@@ -119,6 +119,8 @@ class ShardFile:
     def seal(self, records: Sequence[tuple[int, ...]]) -> int:
         """Write index, records, trailer and header, sync, and give the file its name. Returns the file's bytes.
 
+        From then on readers see it. That the name lasts takes a sync of the directory.
+
         Args:
             records: one tuple a record, in the order of ``RECORD_COLUMNS``.
 
@@ -130,11 +132,6 @@ class ShardFile:
         header = sealed_header(self.facts, self.frames_bytes, self.frames, len(records))
         file_bytes = self._file.finish(index + rows + trailer_words(header, index, rows), header)
         self._partial.rename(self.path)
-        try:
-            sync_directory(self.path.parent)
-        except OSError:
-            self.path.rename(self._partial)
-            raise
         self._file.close()
         return file_bytes
 

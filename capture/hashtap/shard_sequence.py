@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from hashtap.block_file import FULL
 from hashtap.codec import Codec
-from hashtap.directory import CaptureDirectory
+from hashtap.directory import CaptureDirectory, sync_directory
 from hashtap.facts import ShardFacts
 from hashtap.flight import Record
 from hashtap.frame import Pieces, Table, store_table
@@ -223,6 +223,12 @@ class ShardSequence:
             return None
         began = time.monotonic()
         file_bytes = shard.seal([record.row(shard.facts.seed) for record in records])
+        try:
+            sync_directory(shard.path.parent)
+        except OSError as error:  # somebody may count on it by now, so it stays
+            with self._changed:
+                self.counts["write_errors"] += 1
+            log.error("%s is sealed, but a power cut may lose it: cannot sync its directory: %s", shard.path, error)
         now = time.monotonic()
         seal_ms, took_s = round(1000 * (now - began)), max(now - shard.opened_at, 1e-3)
         with self._changed:
