@@ -128,14 +128,18 @@ class BlockFile:
         """Append ``tail``, write ``head`` over the beginning and sync; returns the file's bytes. Nothing may follow.
 
         Raises:
-            OSError: when any of it fails.
+            OSError: when any of it fails. A failed sync is EIO, whatever the reason: it must not be tried again.
         """
         self.flush()
         self._set_direct(False)
         end = self._at + self._filled
         self._write(memoryview(tail), end)
         self._write(memoryview(head), 0)
-        os.fsync(self._descriptor)
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            # The kernel may have dropped what it could not write: a second sync would say that all is well.
+            raise OSError(errno.EIO, f"cannot sync: {error.strerror}") from error
         return end + len(tail)
 
     def cut(self, end: int) -> None:

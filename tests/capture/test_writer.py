@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.capture.build import GEOMETRY, Host, facts, states_of
 
 from hashtap.errors import FormatError
+from hashtap.flight import Record
 from hashtap.frame import store_frame
 from hashtap.header import Header
 from hashtap.reader import Reader
@@ -699,6 +700,31 @@ def test_a_step_of_sealing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert host.directory.shards() == host.directory.partials() == []
         host.capture([[1, 2, 3]])
     assert_captured(tmp_path, [[1, 2, 3]])
+
+
+@pytest.mark.parametrize("code", [5, 28, 122])
+def test_a_sync_that_failed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A second one would succeed, though the pages of the first may be gone: all of the shard is lost, and told."""
+    fsync, codes, lost = os.fsync, [code], list[Record]()
+
+    def fail_once(descriptor: int) -> None:
+        if codes:
+            raise OSError(codes[0], os.strerror(codes.pop()))
+        fsync(descriptor)
+
+    with Host(tmp_path, failed=lost.append) as host:
+        records = host.capture([[1, 2, 3], [4]])
+        host.settle()
+        monkeypatch.setattr("os.fsync", fail_once)
+        host.writer.drain()
+        assert host.directory.shards() == host.directory.partials() == []
+        assert {record.serial for record in lost} == {record.serial for record in records}
+        assert host.writer.trouble == f"cannot sync: {os.strerror(code)}"
+        counters = host.writer.counters()
+        assert (counters["write_errors"], counters["records"], counters["shards"]) == (1, 0, 0)
+        host.capture([[1, 2, 3], [4]])
+    assert_captured(tmp_path, [[1, 2, 3], [4]])
+    assert host.writer.trouble == ""
 
 
 def test_the_directory_cannot_be_synced(
