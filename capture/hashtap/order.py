@@ -87,7 +87,7 @@ class SealingOrder:
             rows = b"".join(capture.key + len(capture).to_bytes(8, "little") for capture in captures)
             # Of a row that was cut short nothing stays.
             os.ftruncate(file, _HEADER.size + len(self._rows))
-            os.pwrite(file, rows, _HEADER.size + len(self._rows))
+            _write(file, rows, _HEADER.size + len(self._rows))
             os.fsync(file)
             self._rows += rows
         return len(captures)
@@ -127,7 +127,7 @@ class SealingOrder:
         return self._names
 
     def _write_header(self, file: int, asked: int, end: int | None) -> None:
-        os.pwrite(file, _HEADER.pack(_MAGIC, asked, _OPEN_END if end is None else end), 0)
+        _write(file, _HEADER.pack(_MAGIC, asked, _OPEN_END if end is None else end), 0)
         self.asked, self.end = asked, end
 
     @contextmanager
@@ -165,6 +165,13 @@ class SealingOrder:
         whole = len(tokens) if tokens.all() else int(np.argmin(tokens > 0))
         self._rows += fresh[: whole * _ROW_BYTES]
         self.asked, self.end = asked, None if end == _OPEN_END else end
+
+
+def _write(file: int, data: bytes, at: int) -> None:
+    """Write all of it, however little a call takes: a disk that fills up takes a part, then fails."""
+    while data:
+        count = os.pwrite(file, data, at)
+        data, at = data[count:], at + count
 
 
 def _modified(shard: Path) -> int:
