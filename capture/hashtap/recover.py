@@ -12,19 +12,19 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 
+from hashtap.catalog import Catalog
 from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, host_name, place_first, sync_directory
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.logs import log
 from hashtap.salvage import Whole, whole_frames, whole_records
-from hashtap.shard import Shard, index_row, read_shard, sealed_header, trailer_words, unsealed_facts
+from hashtap.shard import index_row, sealed_header, trailer_words, unsealed_facts
 
 __all__ = ["TORN_SUFFIX", "Recovery", "describe", "recover"]
 
@@ -43,7 +43,7 @@ class Recovery:
             ``failed``: it could not be read, or what is whole in it not be written, and it was left as it is.
         detail: why, where that is not plain.
         shard: name of the sealed shard; empty when there is none.
-        records: whole prompts in it, those left out that are in another shard already.
+        records: whole prompts in it, those left out that readers have from another shard already.
         rows: token rows in it.
         torn_bytes: what was no whole frame. It lies beside the shard, in a file whose name ends in ``.torn``.
     """
@@ -83,7 +83,7 @@ def recover(
                 found.append(Recovery(partial.name, "live", why))
             elif partial.exists() and (done := _recover(directory, partial, descriptor, like)):
                 found.append(done)
-        except OSError as error:
+        except (OSError, FormatError) as error:  # FormatError: nobody can tell which records are set aside
             found.append(Recovery(partial.name, "failed", str(error)))
         finally:
             os.close(descriptor)
@@ -208,15 +208,11 @@ def _run_of(partial: Path) -> str:
     return partial.name.rpartition("-")[0]
 
 
-def _sealed(directory: CaptureDirectory, epoch: str) -> list[Shard]:
-    """The valid sealed shards of these weights."""
-    shards = []
-    for path in directory.shards():
-        with suppress(FormatError):
-            shard = read_shard(path)
-            if shard.facts.epoch == epoch:
-                shards.append(shard)
-    return shards
+def _sealed(directory: CaptureDirectory, epoch: str) -> Catalog:
+    """What is sealed of these weights."""
+    catalog = Catalog(directory, epoch, cache=False)
+    catalog.refresh()
+    return catalog
 
 
 def _write_shard(path: Path, facts: ShardFacts, frames: Sequence[Whole], records: Sequence[tuple[int, ...]]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hashtap.catalog import Catalog
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.flight import Record
@@ -78,14 +79,14 @@ def _next_magic(data: U8Array, at: int) -> int:
     return len(data)
 
 
-def whole_records(frames: Sequence[Whole], facts: ShardFacts, sealed: Sequence[Shard]) -> list[tuple[int, ...]]:
-    """Rows for ``records``: the prompts that ``frames`` complete and that no sealed shard of these weights lists."""
-    known = {row.tobytes() for shard in sealed for row in shard.records[:, 0:2]}
+def whole_records(frames: Sequence[Whole], facts: ShardFacts, sealed: Catalog) -> list[tuple[int, ...]]:
+    """Rows for ``records``: the prompts that ``frames`` complete and that no reader of these weights is given yet."""
+    known = sealed.keys
     passes: dict[int, list[Whole]] = defaultdict(list)
     for frame in frames:
         if frame.header.tokens:
             passes[frame.header.serial].append(frame)
-    for frame in _earlier_frames(passes, facts, sealed):
+    for frame in _earlier_frames(passes, facts, sealed.shards):
         passes[frame.header.serial].append(frame)
     rows = []
     for parts in passes.values():

@@ -16,6 +16,8 @@ import hashtap.recover
 from hashtap.directory import CaptureDirectory
 from hashtap.reader import Reader
 from hashtap.recover import Recovery, recover
+from hashtap.report import Problem
+from hashtap.set_aside import SET_ASIDE_NAME, add_set_aside
 from hashtap.shard import unsealed_facts
 from hashtap.verify import verify
 
@@ -246,6 +248,43 @@ def test_what_others_have_sealed_is_not_listed_again(tmp_path: Path) -> None:
     with Host(tmp_path) as host:
         host.capture(PROMPTS[:2])
     assert recovered(tmp_path).records == 2
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_what_is_set_aside_is_listed_again(tmp_path: Path) -> None:
+    """A bad record was captured anew, and the server killed before it was sealed."""
+    with Host(tmp_path) as host:
+        (bad, _) = host.capture(PROMPTS[:2])
+    problem = Problem("nan", "row 0", writer=host.facts.writer, serial=bad.serial)
+    assert add_set_aside(tmp_path, [problem]) == 1
+    die(tmp_path, PROMPTS)
+    assert recovered(tmp_path).records == 3
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_what_lost_a_shard_is_listed_again(tmp_path: Path) -> None:
+    ids = PROMPTS[1]
+    with Host(tmp_path) as host:
+        record, states = host.record(ids), states_of(ids)
+        host.forward([(record, states, 0, 7)])
+        host.writer.drain()
+        host.forward([(record, states, 7, len(ids) - 7)])
+    host.directory.shards()[0].unlink()
+    assert len(Reader(tmp_path)) == 0
+    die(tmp_path, PROMPTS)
+    assert recovered(tmp_path).records == 4
+    assert sorted(capture.token_ids.tolist() for capture in Reader(tmp_path)) == sorted(PROMPTS)
+
+
+def test_it_waits_until_it_is_known_what_is_set_aside(tmp_path: Path) -> None:
+    partial = die(tmp_path, PROMPTS)
+    (tmp_path / SET_ASIDE_NAME).write_text("{")
+    recovery = recovered(tmp_path)
+    assert recovery.state == "failed"
+    assert "line 1" in recovery.detail
+    (tmp_path / SET_ASIDE_NAME).unlink()
+    assert partial.exists()
+    assert recovered(tmp_path).records == 4
     assert_captured(tmp_path, PROMPTS)
 
 
