@@ -96,13 +96,17 @@ class ShardFacts:
         }
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str]) -> "ShardFacts":
-        """The facts that :meth:`to_metadata` wrote.
+    def from_metadata(cls, metadata: object) -> "ShardFacts":
+        """The facts that :meth:`to_metadata` wrote, out of a file that may hold anything.
 
         Raises:
             FormatError: when they are not hashtap's, of another format version, or damaged.
         """
-        if "hashtap.format" not in metadata:
+        if (
+            not isinstance(metadata, dict)
+            or not all(isinstance(value, str) for value in metadata.values())
+            or "hashtap.format" not in metadata
+        ):
             raise FormatError("it is a safetensors file, but not hashtap's")
         if metadata["hashtap.format"] != str(FORMAT_VERSION):
             raise FormatError(
@@ -112,13 +116,16 @@ class ShardFacts:
             text = {name.removeprefix("hashtap."): value for name, value in metadata.items()}
             if text["layout"] != _LAYOUT:
                 raise ValueError(f"layout {text['layout']!r}")
+            boundaries = json.loads(text["boundaries"])
+            if not all(type(boundary) is int and 0 <= boundary < 1 << 64 for boundary in boundaries):
+                raise ValueError(f"boundaries {text['boundaries'][:80]!r}")
             seed = bytes.fromhex(text["seed"])
             if len(seed) != 16:
                 raise ValueError(f"seed {text['seed']!r}")
             return cls(
                 model=text["model"],
                 epoch=text["epoch"],
-                boundaries=tuple(int(boundary) for boundary in json.loads(text["boundaries"])),
+                boundaries=tuple(boundaries),
                 final_norm=cast("FinalNorm", text["final_norm"]),
                 geometry=Geometry(int(text["layers"]), int(text["hidden"]), _DTYPE_OF[text["dtype"]]),
                 seed=(int.from_bytes(seed[:8], "big"), int.from_bytes(seed[8:], "big")),

@@ -188,7 +188,7 @@ FACTS = {
         ("layout", "layer,token,hidden"),
         ("boundaries", "7"),
         ("boundaries", "[1, 2]"),
-        ("boundaries", json.dumps(["9" * 5000])),
+        *(("boundaries", f"[2, 3, {value}]") for value in ("1e999", "1.5", "-1", "true", '"4"', 1 << 64, "9" * 5000)),
         ("final_norm", "neither"),
         ("layers", "9"),
         ("hidden", "1e9"),
