@@ -121,16 +121,19 @@ class CaptureDirectory:
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """The first ``limit_bytes`` of a file that may be anything: never waits for a pipe, and reads no device.
+    """A file that may be anything: never waits for a pipe, and reads no device.
 
     Raises:
         OSError: when it cannot be read.
-        FormatError: when it is not a regular file.
+        FormatError: when it is not a regular file, or longer than ``limit_bytes``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
             raise FormatError(f"{path} is damaged: it is not a regular file")
+        if state.st_size > limit_bytes:
+            raise FormatError(f"{path} is damaged: it has {state.st_size} bytes, over the limit of {limit_bytes}")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit_bytes)
     finally:

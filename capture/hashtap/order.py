@@ -29,6 +29,7 @@ __all__ = ["SealingOrder"]
 _MAGIC = b"hashtap order 1\n"
 _HEADER = struct.Struct("<16sQQ")
 _ROW_BYTES = KEY_BYTES + 8
+_PIECE_BYTES = _ROW_BYTES << 16  # read at a time, whatever size the file claims
 _OPEN_END = (1 << 64) - 1
 
 
@@ -135,8 +136,8 @@ class SealingOrder:
         """The file, locked and taken in; made if it is to be written and missing."""
         flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
         try:
-            # Without waiting, as somebody may have put a pipe there.
-            file = os.open(self._path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            # Without waiting, as somebody may have put a pipe there, or a link to what must not be written to.
+            file = os.open(self._path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(file, kind)
                 if kind == fcntl.LOCK_EX and os.fstat(file).st_size < _HEADER.size:
@@ -158,13 +159,18 @@ class SealingOrder:
         if size < _HEADER.size or not header.startswith(_MAGIC):
             raise FormatError(f"{self._path} is not an order of records: delete it and start again")
         _, asked, end = _HEADER.unpack(header)
-        fresh = os.pread(file, size, _HEADER.size + len(self._rows))
-        fresh = fresh[: len(fresh) // _ROW_BYTES * _ROW_BYTES]
-        # After a power cut there may be zeros where rows were to be; a record has a token at least.
-        tokens = np.frombuffer(fresh, "<u8").reshape(-1, _ROW_BYTES // 8)[:, -1]
-        whole = len(tokens) if tokens.all() else int(np.argmin(tokens > 0))
-        self._rows += fresh[: whole * _ROW_BYTES]
+        while self._take_rows(os.pread(file, _PIECE_BYTES, _HEADER.size + len(self._rows))):
+            pass
         self.asked, self.end = asked, None if end == _OPEN_END else end
+
+    def _take_rows(self, piece: bytes) -> bool:
+        """Take in the rows at the beginning of a piece; returns whether more may follow."""
+        rows = np.frombuffer(piece[: len(piece) // _ROW_BYTES * _ROW_BYTES], "<u8")
+        tokens = rows.reshape(-1, _ROW_BYTES // 8)[:, -1]
+        # After a power cut there may be zeros where rows were to be; a record has a token at least.
+        whole = len(tokens) if tokens.all() else int(np.argmin(tokens > 0))
+        self._rows += piece[: whole * _ROW_BYTES]
+        return 0 < whole == len(tokens)
 
 
 def _write(file: int, data: bytes, at: int) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from tests.capture.build import Host
 
-__all__ = ["GOOD_PROMPTS", "OUTSIDE", "TARGET", "TARGET_PROMPTS", "Attack", "copy_of", "make_base"]
+__all__ = ["EPOCH", "GOOD_PROMPTS", "OUTSIDE", "TARGET", "TARGET_PROMPTS", "Attack", "copy_of", "make_base"]
 
 GOOD, TARGET, OUTSIDE = "a-good.safetensors", "target.safetensors", "outside.safetensors"
+EPOCH = "weights-1"
 GOOD_PROMPTS = [[1, 2, 3], [4, 5]]
 TARGET_PROMPTS = [[n % 7 for n in range(300)], [8, 9], [10] * 20]
 

@@ -1,4 +1,4 @@
-"""Other files of a capture directory: its identity, the index cache, the manifest, what a dead writer left, names."""
+"""Other files of a capture directory: identity, cache, manifest, what is set aside, order, what a dead writer left."""
 
 import json
 import os
@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import xxhash
-from tests.attacks.attack import OUTSIDE, TARGET, Attack
-from tests.attacks.files import Edit, trap
+from tests.attacks.attack import EPOCH, OUTSIDE, TARGET, Attack
+from tests.attacks.files import FACTS, Edit, trap
+from tests.attacks.frames import FRAMES, SECTIONS
 
-from hashtap.directory import IDENTITY_FILE
+from hashtap.directory import IDENTITY_FILE, PARTIAL_SUFFIX, host_name
 from hashtap.index_cache import CACHE_NAME, identity_of, store_cache
 from hashtap.manifest import MANIFEST_NAME
+from hashtap.set_aside import SET_ASIDE_NAME
 from hashtap.shard import INDEX_COLUMNS, read_shard
 
-__all__ = ["BESIDE", "IDENTITY", "LIES", "MANIFEST"]
+__all__ = ["ASIDE", "BESIDE", "IDENTITY", "LIES", "MANIFEST", "NO_FILES", "ORDER", "SPOILT"]
 
 
 def beside(name: str, make: Callable[[Path], object]) -> Edit:
@@ -98,6 +100,8 @@ CACHE = {
             "has numbers for nothing",
             filled(cache({"version": 1, "facts": [{}], "shards": [["x", [], 0, *[1 << 62] * 5]]})),
         ),
+        ("has numbers past all", filled(cache({"version": 1, "facts": [], "shards": [["x", [], 0, *[1 << 70] * 5]]}))),
+        ("has infinite numbers", filled(cache({"version": 1, "facts": [], "shards": [["x", [], 0, *[1e999] * 5]]}))),
     )
 }
 LIES = {
@@ -110,6 +114,7 @@ LIES = {
         ("positions", (1 << 64) - 1),
         ("serial", 1),
         ("frames_at", 1 << 60),
+        ("frames_at", 1 << 70),
         ("frames_at", -8),
         ("frames_bytes", 1 << 60),
         ("file_bytes", -1),
@@ -140,4 +145,100 @@ NAMES = {
     )
 }
 
-BESIDE = IDENTITY | CACHE | LIES | MANIFEST | NAMES
+
+def aside(**changes: object) -> bytes:
+    """A line of the set-aside list."""
+    return json.dumps({"writer": "a", "serial": 1, **changes}).encode() + b"\n"
+
+
+ASIDE = {
+    f"a set-aside list {name}": Attack(beside(SET_ASIDE_NAME, make), reason, limit_mb)
+    for name, make, reason, limit_mb in (
+        *(
+            (f"with the serial {value}", filled(aside().replace(b" 1}", f" {value}}}".encode())), "line 1 of", 8)
+            for value in ("1e999", "-1", "1.5", "true", '"1"', "null", str(1 << 64), "9" * 5000)
+        ),
+        *((f"with the writer {value}", filled(aside(writer=value)), "line 1 of", 8) for value in (7, None, ["a"])),
+        ("without a serial", filled(b'{"writer": "a"}\n'), "line 1 of", 8),
+        ("whose second line is a tower", filled(aside() + b"[" * 60_000), "line 2 of", 8),
+        ("of 340,000 lists", filled(b"[" + b"[]," * 340_000 + b"[]]"), "line 1 of", 48),
+        ("of a million empty lines", filled(b"\n" * 1_000_000), "line 1 of", 8),
+        ("that is a line of 32 MiB", filled(b" " * (32 << 20) + aside()), "line 1 of", 80),
+        ("that is a pickle", pickled, "line 1 of", 8),
+        ("that is a terabyte", terabyte, "over the limit", 8),
+        ("that is a folder", Path.mkdir, "not a regular file", 8),
+        ("that is a pipe", os.mkfifo, "not a regular file", 8),
+        ("that is endless", lambda path: path.symlink_to("/dev/zero"), "not a regular file", 8),
+    )
+}
+
+
+def order(*, rows: bytes = b"", size: int = 0) -> Edit:
+    """An order of sealing with a whole header, and zeros up to a size."""
+
+    def make(path: Path) -> None:
+        path.write_bytes(b"hashtap order 1\n" + bytes(8) + b"\xff" * 8 + rows)
+        os.truncate(path, max(size, path.stat().st_size))
+
+    return make
+
+
+ORDER = {
+    f"an order that {name}": Attack(beside(f".hashtap-order-{xxhash.xxh3_64_hexdigest(EPOCH.encode())}", make), reason)
+    for name, make, reason in (
+        ("is a terabyte", order(size=1 << 40), ""),
+        ("begins with rows and is a terabyte", order(rows=b"x" * 24 * 1000, size=1 << 40), ""),
+        ("ends in half a row", order(rows=b"x" * 36), ""),
+        ("is a terabyte of zeros", terabyte, "not an order of records"),
+        ("is a pickle", lambda path: path.write_bytes(trap(path).ljust(64)), "not an order of records"),
+        ("is a pipe", os.mkfifo, "cannot use"),
+        ("is a folder", Path.mkdir, "cannot use"),
+        ("is endless", lambda path: path.symlink_to("/dev/zero"), "cannot use"),
+        ("leads out of the directory", lambda path: path.symlink_to(f"../{OUTSIDE}"), "cannot use"),
+    )
+}
+
+DEAD = f"hashtap-{host_name()}-1-r0-00000000-000000.safetensors{PARTIAL_SUFFIX}"
+
+
+def left(edit: Edit) -> Edit:
+    """The shard once more, spoilt, as a writer leaves it that was killed."""
+
+    def make(path: Path) -> None:
+        good = path.read_bytes()
+        edit(path)
+        spoilt = path.read_bytes()
+        path.write_bytes(good)
+        path.with_name(DEAD).write_bytes(bytes(8) + spoilt[8:])
+
+    return make
+
+
+def unsealed(text: bytes) -> Edit:
+    return beside(DEAD, filled(bytes(8) + text))
+
+
+SPOILT = {
+    f"left behind: {name}": Attack(edit, "", limit_mb)
+    for name, edit, limit_mb in (
+        *((name, left(attack.make), 8) for name, attack in (FACTS | FRAMES | SECTIONS).items()),
+        ("a pickle", beside(DEAD, pickled), 8),
+        ("a tower", unsealed(b"[" * 900_000), 8),
+        ("a number of 500,000 digits", unsealed(b"1" * 500_000), 8),
+        ("340,000 lists", unsealed(b"[" + b"[]," * 340_000 + b"[]]"), 48),
+        ("a list of facts", unsealed(b'{"__metadata__": [["hashtap.format", "1"], [1, 2]]}'), 8),
+        ("facts that are numbers", unsealed(b'{"__metadata__": {"hashtap.format": "1", "hashtap.layout": 7}}'), 8),
+    )
+}
+NO_FILES = {
+    f"left behind: {name}": Attack(beside(DEAD, make), "")
+    for name, make in (
+        ("a link out", lambda path: path.symlink_to(f"../{OUTSIDE}")),
+        ("a link to endless zeros", lambda path: path.symlink_to("/dev/zero")),
+        ("a folder", Path.mkdir),
+        ("a pipe", os.mkfifo),
+        ("a terabyte", terabyte),  # more than there is address space for
+    )
+}
+
+BESIDE = IDENTITY | CACHE | LIES | MANIFEST | ASIDE | ORDER | SPOILT | NO_FILES | NAMES

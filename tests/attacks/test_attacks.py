@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.attacks.attack import GOOD_PROMPTS, TARGET, TARGET_PROMPTS, copy_of, make_base
-from tests.attacks.beside import BESIDE, IDENTITY, LIES, MANIFEST
+from tests.attacks.beside import ASIDE, BESIDE, IDENTITY, LIES, MANIFEST, NO_FILES, ORDER, SPOILT
 from tests.attacks.files import FACTS, FILES, HEADERS, LENGTHS, trap
 from tests.attacks.frames import FRAMES, SECTIONS, section
 from tests.attacks.tables import INDEX, RECORDS, resealed_with
@@ -72,12 +72,12 @@ def test_an_attack_is_one_typed_error(hostile: Hostile, name: str) -> None:
     attack, outcome = ATTACKS[name], hostile.outcomes[name]
     errors = outcome["errors"]
     assert not [error for error in errors.values() if error.startswith("NOT TYPED")]
-    told = errors["manifest" if name in MANIFEST else "reader"]
+    told = errors["manifest" if name in MANIFEST else "order" if name in ORDER else "reader"]
     if name in LIES:  # they are found out where the shard says otherwise; who verifies does not listen to them
         assert told.startswith("FormatError: ") or not told
         assert errors["verify"] == ""
     elif attack.reason:
-        assert told.startswith("FormatError: ")
+        assert told.startswith(("FormatError: ", "UsageError: ") if name in ORDER else "FormatError: ")
         assert re.search(attack.reason, told)
         assert len(told.splitlines()) == 1
     else:
@@ -96,11 +96,11 @@ def test_the_command_line_shows_no_traceback(hostile: Hostile, name: str) -> Non
         assert code in (0, 1)
         assert "Traceback" not in err
         assert len(err.splitlines()) <= 1
-    if name not in MANIFEST:
+    if name not in MANIFEST | ORDER:
         assert codes["verify"][0] == (1 if attack.reason and name not in LIES else 0)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in IDENTITY])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in IDENTITY | ASIDE])
 def test_an_attack_hides_nothing_else(hostile: Hostile, name: str) -> None:
     """All that the attack did not touch is read, and nothing from outside the directory."""
     captured = hostile.outcomes[name]["captured"]
@@ -111,6 +111,14 @@ def test_an_attack_hides_nothing_else(hostile: Hostile, name: str) -> None:
         assert left == TARGET_PROMPTS
     elif name in PAYLOADS and ATTACKS[name].reason:
         assert left == TARGET_PROMPTS[1:]
+
+
+@pytest.mark.parametrize("name", SPOILT | NO_FILES)
+def test_what_a_dead_writer_left_is_dealt_with(hostile: Hostile, name: str) -> None:
+    """Nothing whole is in it that is not sealed already: it is set aside, or left alone where it is no such file."""
+    folder = hostile.home / str(list(ATTACKS).index(name)) / "captures"
+    left = [path for path in folder.iterdir() if path.name.startswith("hashtap-")]
+    assert [path.suffix for path in left] == [".torn" if name in SPOILT else ".partial"]
 
 
 def test_resealing_alone_changes_nothing(hostile: Hostile) -> None:

@@ -14,11 +14,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.attacks.attack import EPOCH
+
 import hashtap.catalog
 from hashtap.__main__ import main as command_line
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError
 from hashtap.manifest import Manifest
+from hashtap.order import SealingOrder
 from hashtap.reader import Reader
 from hashtap.recover import recover
 from hashtap.verify import verify
@@ -64,6 +67,7 @@ def look_at(directory: Path) -> Outcome:
     outcome.attempt("lenient reader", lambda: outcome.captured.extend(read_whole(Reader(directory, strict=False))))
     outcome.attempt("verify", lambda: verify(directory))
     outcome.attempt("manifest", lambda: Manifest.load(directory))
+    outcome.attempt("order", lambda: follow(directory))
     outcome.attempt("recover", lambda: recover(CaptureDirectory.open(directory)))
     for command in ("verify", "show"):
         outcome.codes[command] = run(command, str(directory))
@@ -84,6 +88,12 @@ def read_whole(reader: Reader) -> list[list[int]]:
             if len(capture.hidden_states):
                 found.append(capture.token_ids.tolist())
     return found
+
+
+def follow(directory: Path) -> None:
+    order = SealingOrder(directory, EPOCH)
+    order.look()
+    order.extend(Reader(directory, epoch=EPOCH, strict=False))
 
 
 def run(*arguments: str) -> tuple[int, str]:

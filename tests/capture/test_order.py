@@ -37,3 +37,13 @@ def test_a_disk_that_fills_up_cuts_no_row_short(tmp_path: Path) -> None:
     other.look()
     assert [other.key(row) for row in range(3)] == [order.key(row) for row in range(3)]
     assert {other.key(row) for row in range(3)} == reader.keys()
+
+
+def test_an_order_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = captured(tmp_path, 7)
+    assert SealingOrder(tmp_path, EPOCH).extend(reader) == 7
+    monkeypatch.setattr("hashtap.order._PIECE_BYTES", 3 * 24 + 5)
+    order = SealingOrder(tmp_path, EPOCH)
+    order.look()
+    assert {order.key(row) for row in range(7)} == reader.keys()
+    assert order.tokens(0, 7).tolist() == [1] * 7

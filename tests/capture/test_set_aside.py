@@ -11,9 +11,10 @@ from tests.golden import independent
 from torch.utils.data import DataLoader
 
 from hashtap.datasets import CaptureDataset
-from hashtap.errors import FormatError
+from hashtap.errors import FormatError, UsageError
 from hashtap.identity import prompt_key
 from hashtap.reader import NotCaptured, Reader
+from hashtap.report import Problem
 from hashtap.set_aside import SET_ASIDE_NAME, add_set_aside, load_set_aside
 from hashtap.shard import read_shard
 from hashtap.verify import verify
@@ -108,7 +109,11 @@ def test_spoilt_bytes_are_not_reported_for_ever(tmp_path: Path) -> None:
     assert verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"writer": "a", "serial": "x"}', "null"])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", "{}", "null", '{"writer": 7, "serial": 1}', " " * (1 << 20) + '{"writer": "a", "serial": 1}']
+    + [f'{{"writer": "a", "serial": {serial}}}' for serial in ('"x"', "1e999", "1.5", "-1", "true", 1 << 64)],
+)
 def test_a_damaged_list_is_one_error(tmp_path: Path, line: str) -> None:
     """Better no capture than a bad one among them."""
     capture(tmp_path)
@@ -119,3 +124,29 @@ def test_a_damaged_list_is_one_error(tmp_path: Path, line: str) -> None:
         load_set_aside(tmp_path)
     with pytest.raises(FormatError, match="line 2"):
         Reader(tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["_LIMIT_BYTES", "_LINE_LIMIT_BYTES"])
+def test_no_list_is_longer_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    Host(tmp_path).writer.close()
+    few = [Problem("nan", "", writer="a", serial=n) for n in range(5)]
+    assert add_set_aside(tmp_path, few) == 5
+    monkeypatch.setattr(f"hashtap.set_aside.{limit}", (tmp_path / SET_ASIDE_NAME).stat().st_size)
+    with pytest.raises(UsageError, match="move the shards of the bad records away"):
+        add_set_aside(tmp_path, [Problem("nan", "x" * 1000, writer="a", serial=5)])
+    assert load_set_aside(tmp_path) == {("a", n) for n in range(5)}
+
+
+def test_of_many_samples_some_are_named(tmp_path: Path) -> None:
+    Host(tmp_path).writer.close()
+    names = tuple(f"sample-{n:020}" for n in range(100_000))
+    assert add_set_aside(tmp_path, [Problem("nan", "", key="00", sample_ids=names, writer="a", serial=1)]) == 1
+    assert load_set_aside(tmp_path) == {("a", 1)}
+    assert json.loads((tmp_path / SET_ASIDE_NAME).read_text())["samples"] == list(names[:100])
+
+
+def test_a_last_line_without_an_end_is_gone_on_behind(tmp_path: Path) -> None:
+    Host(tmp_path).writer.close()
+    (tmp_path / SET_ASIDE_NAME).write_text('{"writer": "a", "serial": 18446744073709551615}')
+    assert add_set_aside(tmp_path, [Problem("nan", "", writer="a", serial=1)]) == 1
+    assert load_set_aside(tmp_path) == {("a", 1), ("a", 18446744073709551615)}
