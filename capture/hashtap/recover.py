@@ -150,7 +150,7 @@ def _locks_work(locked: Path) -> bool:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # OverflowError: no process has such a number
         return False
     except OSError:
         return True

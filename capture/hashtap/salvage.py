@@ -15,7 +15,7 @@ from hashtap.flight import Record
 from hashtap.frame import StoredFrame
 from hashtap.header import Header, parse_header
 from hashtap.identity import prompt_key
-from hashtap.shard import Shard, record_row
+from hashtap.shard import MAX_FRAMES, Shard, record_row
 from hashtap_kernels.layout import FRAME_ALIGN, HEADER_BYTES, MAGIC, Payload
 from hashtap_kernels.proof import prompt_proof
 
@@ -34,12 +34,15 @@ class Whole:
 
 
 def whole_frames(data: U8Array, facts: ShardFacts) -> tuple[list[Whole], list[U8Array]]:
-    """The whole frames in ``data``, in order, and the stretches beside them that are none; mere zeros are left out."""
+    """The whole frames in ``data``, in order, as many as a shard may have, and the stretches beside them.
+
+    Stretches of mere zeros are left out.
+    """
     frames: list[Whole] = []
     torn: list[U8Array] = []
     tables: set[int] = set()
     at = begin = 0
-    while at < len(data):
+    while at < len(data) and len(frames) < MAX_FRAMES:
         frame = _whole_frame(data[at:], facts, tables)
         if frame is not None:
             torn += [data[begin:at]] if begin < at else []

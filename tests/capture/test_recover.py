@@ -13,7 +13,7 @@ from tests.capture.build import Host, states_of
 from tests.capture.test_crash import PROMPTS, announced, die_at
 
 import hashtap.recover
-from hashtap.directory import CaptureDirectory
+from hashtap.directory import CaptureDirectory, host_name
 from hashtap.reader import Reader
 from hashtap.recover import Recovery, recover
 from hashtap.report import Problem
@@ -160,6 +160,24 @@ def test_where_locks_are_granted_and_useless(tmp_path: Path, monkeypatch: pytest
         assert f"there is a process {os.getpid()}" in states["live"].detail
         assert live.read_bytes() == before
     assert_captured(tmp_path, PROMPTS)
+
+
+def test_a_process_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks do not work the number in the name is asked for, whatever it is."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    partial = die(tmp_path, PROMPTS)
+    partial.rename(partial.with_name(f"hashtap-{host_name()}-{'9' * 60}-r0-00000000-000000.safetensors.partial"))
+    assert recovered(tmp_path).records == 4
+    assert_captured(tmp_path, PROMPTS)
+
+
+def test_no_more_frames_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hashtap.salvage.MAX_FRAMES", 3)
+    die(tmp_path, PROMPTS)
+    recovery = recovered(tmp_path)
+    assert (recovery.records, recovery.rows) == (3, 120)
+    assert recovery.torn_bytes > 0
+    assert_captured(tmp_path, PROMPTS[:3])
 
 
 @pytest.mark.parametrize("where", ["whole_frames", "_sealed", "whole_records", "_write_shard", "place_first"])

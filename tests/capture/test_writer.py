@@ -365,35 +365,48 @@ def test_no_shard_has_more_frames_than_a_reader_takes(tmp_path: Path, monkeypatc
     assert len(sizes) == 7
 
 
-def test_a_donor_that_is_late_is_listed_with_all_that_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its one frame goes to a shard of its own, which then lists more records than it has frames."""
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The frame of [1, 2, 3] is compressed only once this is set."""
     come = threading.Event()
-    shared = [1, 2, 3]
-    prompts = [[*shared, n] for n in range(5)]
 
-    def late(frame: Any, header: Header, *rest: Any) -> Any:
-        if header.total_tokens == len(shared):
+    def store(frame: Any, header: Header, *rest: Any) -> Any:
+        if header.total_tokens == 3:
             assert come.wait(20)
         return store_frame(frame, header, *rest)
 
-    monkeypatch.setattr("hashtap.writer.store_frame", late)
-    with Host(tmp_path, threads=2, codec="none", shard_bytes=1) as host:
-        (donor,) = host.capture([shared])
-        for ids in prompts:
-            record = host.record(ids)
-            record.donor, record.shared_tokens = donor, len(shared)
-            host.forward([(record, states_of(ids), len(shared), 1)])
-        wait_for(lambda: host.writer.counters()["shards"] == len(prompts))
-        come.set()
-    shards = Reader(tmp_path).shards
-    assert [len(shard.index) for shard in shards] == [1] * 6
-    assert [len(shard.records) for shard in shards] == [0] * 5 + [6]
-    assert verify(tmp_path).ok
+    monkeypatch.setattr("hashtap.writer.store_frame", store)
+    return come
+
+
+def capture_sharing(host: Host, count: int) -> list[list[int]]:
+    """Send [1, 2, 3] and prompts that share its rows, each with one of its own; returns these."""
+    (donor,) = host.capture([[1, 2, 3]])
+    prompts = [[1, 2, 3, n] for n in range(count)]
     for ids in prompts:
-        states = Reader(tmp_path).by_token_ids(ids).hidden_states
-        assert states.tobytes() == states_of(shared).tobytes() + states_of(ids)[3:].tobytes()
+        record = host.record(ids)
+        record.donor, record.shared_tokens = donor, 3
+        host.forward([(record, states_of(ids), 3, 1)])
+    return prompts
+
+
+def assert_sharing(reader: Reader, prompts: list[list[int]]) -> None:
+    for ids in prompts:
+        states = reader.by_token_ids(ids).hidden_states
+        assert states.tobytes() == states_of([1, 2, 3]).tobytes() + states_of(ids)[3:].tobytes()
+
+
+def test_a_late_donor_is_listed_with_all_that_wait_for_it(tmp_path: Path, late: threading.Event) -> None:
+    """Its one frame goes to a shard of its own, which then lists more records than it has frames."""
+    with Host(tmp_path, threads=2, codec="none", shard_bytes=1) as host:
+        prompts = capture_sharing(host, 5)
+        wait_for(lambda: host.writer.counters()["shards"] == 5)
+        late.set()
+    reader = Reader(tmp_path)
+    assert [len(shard.index) for shard in reader.shards] == [1] * 6
+    assert [len(shard.records) for shard in reader.shards] == [0] * 5 + [6]
+    assert_sharing(reader, prompts)
+    assert verify(tmp_path).ok
 
 
 @pytest.mark.slow
@@ -672,6 +685,27 @@ def test_a_full_disk_at_the_seal(tmp_path: Path, full: Callable[[int], None]) ->
     assert_captured(tmp_path, [[n] * 100 for n in range(20)])
     counters = host.writer.counters()
     assert (counters["write_errors"], counters["duplicates"], counters["records"]) == (1, 0, 20)
+
+
+def test_a_full_disk_at_the_seal_of_more_records_than_frames(
+    tmp_path: Path, full: Callable[[int], None], late: threading.Event
+) -> None:
+    """As many frames give way as the records take."""
+    frame_bytes = 768
+    with Host(tmp_path, threads=2, codec="none", shard_bytes=12 * frame_bytes) as host:
+        prompts = capture_sharing(host, 12)
+        wait_for(lambda: host.writer.counters()["shards"] == 1)
+        late.set()
+        host.settle()
+        host.capture([[n] for n in range(5)])
+        host.settle()
+        full(0)
+        host.writer.drain()
+        full(1 << 60)
+    reader = Reader(tmp_path)
+    assert [(len(shard.index), len(shard.records)) for shard in reader.shards] == [(12, 0), (3, 15)]
+    assert_sharing(reader, prompts)
+    assert verify(tmp_path).ok
 
 
 def test_a_disk_too_full_for_any_shard(tmp_path: Path, full: Callable[[int], None]) -> None:
