@@ -249,13 +249,13 @@ def _recover(
 
 @app.command("plan")
 def _plan(
-    tokens: Annotated[float, typer.Option(min=1, help="Prompt tokens to capture, e.g. 87.8e6.", show_default=False)],
+    tokens: Annotated[float, typer.Option(help="Prompt tokens to capture, e.g. 87.8e6.", show_default=False)],
     layers: Annotated[int, typer.Option(help="Layers of a token, the final state included.")] = 4,
     hidden: Annotated[int | None, typer.Option(help="The model's hidden size.", show_default=False)] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, in place of --hidden.", show_default=False)
     ] = None,
-    ratio: Annotated[float, typer.Option(min=0.1, help="Compression to reckon with.")] = RATIO,
+    ratio: Annotated[float, typer.Option(help="Compression to reckon with.")] = RATIO,
     gpus: Annotated[
         int | None, typer.Option(help="Reckon with time, disk and writers on so many GPUs too.", show_default=False)
     ] = None,

@@ -233,11 +233,12 @@ class Reader:
         Raises:
             FormatError: naming shard, place and reason, when it is damaged.
         """
-        offset, size, _, serial, positions, table, kind, forward = shard.index[row].tolist()
+        offset, size, stored_sum, serial, positions, table, kind, forward = shard.index[row].tolist()
         try:
             frame = StoredFrame.parse(self._bytes(shard)[offset : offset + size])
             header = frame.header
-            if header.geometry != shard.facts.geometry or (serial, positions, table, kind, forward) != (
+            if header.geometry != shard.facts.geometry or (stored_sum, serial, positions, table, kind, forward) != (
+                header.stored_sum,
                 header.serial,
                 header.first_position | header.tokens << 32,
                 header.table,
@@ -266,8 +267,8 @@ class Reader:
         """``error``, said of frame ``row`` of ``shard``."""
         offset = shard.frames_at + int(shard.index[row, 0])
         return FormatError(
-            f"{shard.path}, frame {row} at byte {offset}: {error}. Restore the shard from a copy, or move it away and "
-            f"capture its samples again"
+            f"{shard.path}, frame {row} at byte {offset}: {error}. Restore the shard from a copy, or move it away, "
+            f"start the server anew and run hashtap extract again"
         )
 
     def _bytes(self, shard: Shard) -> npt.NDArray[np.uint8]:

@@ -200,7 +200,8 @@ def read_shard(path: Path) -> Shard:
     except FormatError as error:
         reason = str(error)
     raise FormatError(
-        f"{path} is no valid shard: {reason}. Restore it from a copy, or move it away and capture its samples again"
+        f"{path} is no valid shard: {reason}. Restore it from a copy, or move it away, start the server anew and run "
+        f"hashtap extract again"
     )
 
 

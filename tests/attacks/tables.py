@@ -71,6 +71,7 @@ INDEX = {
             (0, TOP - 64, ORDER),
             *((1, value, SIZE) for value in (0, 63, 1 << 40, TOP - 64)),
             (1, 64 * 5, ORDER),
+            (2, 5, "not the one that the index says"),
             (4, 1 << 32, TOKENS),
             (4, 257 << 32, TOKENS),
             (5, 0, "lacks its table"),
@@ -86,7 +87,7 @@ INDEX = {
             (4, 0, TOKENS),
             (4, 200 << 32 | 0xFFFFFFFF, "past the last position"),
             (5, 0, "lacks its table"),
-            (2, 1, ""),  # the sum stands in the frame too
+            (2, 1, "not the one that the index says"),
             (7, 1 << 40, "not the one that the index says"),
         )
     },

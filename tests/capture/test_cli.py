@@ -389,6 +389,8 @@ def test_bench_refuses_what_it_cannot_measure(tmp_path: Path, hashtap: Hashtap) 
         (("--random-ids", "--tokens", "many"), "--tokens 'many' is no range"),
         (("--random-ids", "--against", "vllm"), "--against vllm: choose from http, dump, transformers"),
         (("--decode-tokens", 1), "--decode-tokens 1"),
+        (("--layers", "a"), "--layers 'a' are no boundaries"),
+        (("--json", tmp_path / "none" / "f.json"), "there is no folder"),
         ((), "give --samples FILE or --random-ids"),
     ):
         code, _, err = hashtap(*asked, *more)
@@ -401,3 +403,5 @@ def test_plan_wants_numbers_above_zero(hashtap: Hashtap, option: str) -> None:
     code, _, err = hashtap("plan", *(part for pair in given.items() for part in pair))
     assert code == 2
     assert f"{option[2:]} is 0" in only_line(err)
+    code, _, err = hashtap("plan", "--hidden", 8, "--tokens", "nan")
+    assert (code, "--tokens nan: give a number" in only_line(err)) == (2, True)

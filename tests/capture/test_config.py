@@ -88,6 +88,13 @@ def test_options_without_a_directory() -> None:
         parse("--capture-writers", "2")
 
 
+def test_an_option_is_called_as_it_was_given() -> None:
+    with pytest.raises(UsageError, match=r"^--capture-dir is empty: name the directory"):
+        parse("--capture-dir", "")
+    with pytest.raises(UsageError, match=r"^HASHTAP_CAPTURE_WRITERS 'x' is not INT"):
+        parse("--capture-dir", "/data", environ={"HASHTAP_CAPTURE_WRITERS": "x"})
+
+
 def test_unknown_twin() -> None:
     with pytest.raises(UsageError, match="HASHTAP_CAPTURE_DIRECTORY is no capture option"):
         CaptureConfig.from_env({"HASHTAP_CAPTURE_DIRECTORY": "/data"})

@@ -141,7 +141,7 @@ def refused(path: Path, reason: str) -> None:
         read_shard(path)
     message = str(caught.value)
     assert message.startswith(f"{path} is no valid shard: ")
-    assert message.endswith("Restore it from a copy, or move it away and capture its samples again")
+    assert message.endswith("move it away, start the server anew and run hashtap extract again")
 
 
 def test_every_length_short_of_the_whole(path: Path) -> None:
