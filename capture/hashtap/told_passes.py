@@ -36,6 +36,10 @@ class ToldPasses:
         ids = record.token_ids.tobytes()
         return [messages.NewPass(serial, record.key, ids, record.salt, record.shared_tokens, donor)]
 
+    def writer_of(self, record: Record) -> WriterChild | None:
+        """The writer that has the first rows of a pass; None before them."""
+        return self._writers.get(record.serial)
+
     def abandon(self, serial: int) -> None:
         """Tell the writer that knows of it, if one does, that a pass will bring no record."""
         if serial in self._writers:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 
 from hashtap.errors import SetupError
+from hashtap.logs import log
 from hashtap.writer_messages import Close, Drain, Ready, Start
 
 __all__ = ["WriterChild"]
@@ -32,7 +33,7 @@ class WriterChild:
     Attributes:
         writer: the writing run that its shards name.
         started_at: ``time.monotonic`` of its start.
-        ended: whether it is gone for good.
+        ended: whether it is gone, or about to go as it was told to.
         counters: what it counted, as it told last.
         trouble: why the disk takes nothing; empty while it does.
         forgotten: serials of passes that it is to forget with the next forward.
@@ -53,29 +54,32 @@ class WriterChild:
         self.forgotten: list[int] = []
         self.asked: deque[tuple[Drain | Close, threading.Event]] = deque()
         self._heard, self._died = heard, died
-        self._pipe, theirs = Pipe()
+        self._listener = threading.Thread(target=self._listen, name="hashtap-listener", daemon=True)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hashtap.writer_process", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), start.ring_descriptor),
-            )
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "hashtap.writer_process", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), start.ring_descriptor),
+                )
         except OSError as error:
             raise SetupError(f"a writer process cannot be started: {error}") from error
-        finally:
-            theirs.close()
         try:
             self._pipe.send(start)
             self._await_ready()
+            self._listener.start()
         except BaseException as error:
             status = self.kill()
             if isinstance(error, EOFError | OSError):
                 raise SetupError(
                     f"a writer process ended as it started, with status {status}: its own words stand above"
                 ) from error
+            if isinstance(error, RuntimeError):
+                raise SetupError(
+                    f"a writer process cannot be listened to: {error}; raise the limit on threads"
+                ) from error
             raise
-        self._listener = threading.Thread(target=self._listen, name="hashtap-listener", daemon=True)
-        self._listener.start()
 
     @property
     def pid(self) -> int:
@@ -109,8 +113,12 @@ class WriterChild:
         raise SetupError(f"a writer process did not start within {START_S:g} s")
 
     def _listen(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._heard(self, self._pipe.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            log.exception("a writer process is not understood any more: another one takes its place")
         if not self.ended:
             self._died(self)

@@ -4,7 +4,8 @@ A thread hands each forward to the writers once its bytes are in the ring, anoth
 one key go to the same writer, which so finds duplicates by itself and lists a whole record in its own shards.
 
 A writer that dies takes with it the forwards that it had not written. Its passes fail, which their clients find out
-when no seal comes; what it left on disk is recovered, and another one takes its place.
+when no seal comes; what it left on disk is recovered, and another one takes its place. Until that one is there its keys
+go to the others; passes for which there is no other fail.
 """
 
 import os
@@ -15,12 +16,12 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hashtap import writer_messages as messages
 from hashtap.directory import CaptureDirectory
-from hashtap.errors import HashtapError, SetupError
+from hashtap.errors import HashtapError
 from hashtap.facts import ShardFacts
 from hashtap.flight import Flight, Record
 from hashtap.frame import Table
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Writers"]
 
 RESTART_S = 5.0
-"""The least time between two starts of the same writer."""
+"""The least time between two tries to start the same writer."""
 
 
 class Writers:
@@ -84,10 +85,11 @@ class Writers:
         self._unwritten = UnwrittenForwards()
         self._passes = ToldPasses(self._inbox.put)
         self._children: list[WriterChild] = []
+        self._vacant: dict[int, float] = {}  # places of dead writers, and when the next one may start there
         try:
             for _ in range(processes):
                 self._children.append(self._launch())
-        except SetupError:
+        except BaseException:
             for child in self._children:
                 child.ended = True
                 child.kill()
@@ -166,9 +168,10 @@ class Writers:
         return WriterChild(start, self._hear, lambda child: self._inbox.put(partial(self._bury, child)))
 
     def _bury(self, child: WriterChild) -> None:
-        """A writer died: give up what it had, and start another one in its place."""
+        """A writer died: give up what it had, and have another one take its place."""
         status = child.kill()  # dead or deaf: from here on it reads nothing of the ring
-        child.trouble = "a writer process died"
+        child.ended, child.trouble = True, "a writer process died"
+        self._vacant[self._children.index(child)] = child.started_at + RESTART_S
         with self._lock:
             asked = list(child.asked)
             self._past.update(child.counters)
@@ -183,24 +186,37 @@ class Writers:
         )
         for _, answer in asked:
             answer.set()
-        while not self._closing:
-            time.sleep(max(0.0, child.started_at + RESTART_S - time.monotonic()))
+        try:
+            recover(self._directory, like=self._facts)  # at once, as the next facts may be of other weights
+        except Exception as error:
+            _log_failure("what it left is not recovered before the next start, or by hashtap recover", error)
+
+    def _fill_vacancies(self) -> float | None:
+        """Start writers in the place of dead ones, each when it is time; in how many seconds the next one's time comes.
+
+        One that cannot be started, for whatever reason, keeps nobody waiting: it is tried again later.
+        """
+        if self._closing or not self._vacant:
+            return None
+        for place in [place for place, due_at in self._vacant.items() if due_at <= time.monotonic()]:
             try:
-                recover(self._directory, like=self._facts)
-            except (HashtapError, OSError) as error:
-                log.error("what it left cannot be recovered now: %s", error)
-            try:
-                self._children[self._children.index(child)] = self._launch()
-                return
-            except SetupError as error:
-                child.started_at = time.monotonic()
-                log.error("%s; it is tried again", error)
-        child.ended = True
+                self._children[place] = self._launch()
+                del self._vacant[place]
+            except Exception as error:
+                self._vacant[place] = time.monotonic() + RESTART_S
+                _log_failure("no writer takes the place of the dead one yet", error)
+        return max(0.0, min(self._vacant.values()) - time.monotonic()) if self._vacant else None
 
     # What the sender's thread does.
 
     def _send(self) -> None:
-        for step in iter(self._inbox.get, None):
+        while True:
+            try:
+                step = self._inbox.get(timeout=self._fill_vacancies())
+            except Empty:
+                continue
+            if step is None:
+                return
             try:
                 step()
             except Exception:
@@ -220,8 +236,14 @@ class Writers:
                 self._passes.abandon(record.serial)
         parts: dict[WriterChild, messages.Forward] = {}
         for offset, size, record in frames:
-            child = self._child_of(record.key)
-            if self._passes.is_lost(record) or child.ended:
+            if self._passes.is_lost(record):
+                continue
+            child = self._writer_for(record)
+            if child is None:
+                log.error("every writer is dead: a frame is not stored, and no record comes of its prompt")
+                record.failed = True
+                with self._lock:
+                    self._past["bad_frames"] += 1
                 continue
             part = parts.setdefault(child, messages.Forward(number, [], [], []))
             part.passes.extend(self._passes.introduce(record, child))
@@ -262,8 +284,11 @@ class Writers:
                 child.asked.append((message, answer))
             child.tell(message)
 
-    def _child_of(self, key: bytes) -> WriterChild:
-        return self._children[key[0] % len(self._children)]
+    def _writer_for(self, record: Record) -> WriterChild | None:
+        """Of a pass always the same one, of a key as long as it lives; None when no writer does."""
+        first = record.key[0] % len(self._children)
+        in_turn = [self._passes.writer_of(record), *self._children[first:], *self._children[:first]]
+        return next((child for child in in_turn if child is not None and not child.ended), None)
 
     # What a listener's thread does.
 
@@ -287,3 +312,8 @@ class Writers:
                 # Past the limit on repeats, which the writer has applied.
                 if log.isEnabledFor(level):
                     log.callHandlers(log.makeRecord(log.name, level, __name__, 0, text, (), None))
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """Say what came of an error; with a traceback where nobody raised it on purpose."""
+    log.error("%s: %s", what, error, exc_info=None if isinstance(error, HashtapError) else error)

@@ -4,8 +4,10 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from hashtap.identity import prompt_key
 from hashtap.logs import RepeatLimit, log
 from hashtap.ring_memory import RingMemory
 from hashtap.verify import verify
+from hashtap.writer_messages import Forward
+from hashtap.writers import Writers
 from hashtap_kernels.layout import Dtype
 
 
@@ -70,6 +74,125 @@ def test_a_writer_that_dies_is_replaced(tmp_path: Path, caplog: pytest.LogCaptur
     assert counts["rows"] == 60 * 60
     assert "a writer process died, with status -9: 0 forwards were not written" in caplog.text
     assert verify(tmp_path).ok
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Do it on a thread, which may hang: it is to be done in so many seconds."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive()
+
+
+def no_more_listeners(patch: pytest.MonkeyPatch, after: int = 0) -> list[str]:
+    """As where the limit on threads is reached: a listener's cannot be started. Returns those that were tried."""
+    start, tried = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "hashtap-listener":
+            tried.append(thread.name)
+            if len(tried) > after:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
+    return tried
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_while_no_writer_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """Nobody waits for it: others take its keys, without any prompts fail, and drains are answered."""
+    host = Host(tmp_path, dtype=Dtype.FP32, capture_writers=1 if alone else 2)
+    before = processes(host)
+    assert captured(host, prompt(0, 30))
+    written(host)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: host.session._writers._vacant, 20, "its death to be noticed")
+        prompts = [prompt(n, 30) for n in range(1, 21)]
+        assert all(captured(host, ids) for ids in prompts)
+        within(20, host.session._writers.drain)
+        assert processes(host) == before
+        within(20, lambda: host.session.advance_epoch("e1"))
+        counts = host.session.counters()
+        assert (counts["queue"], counts["ring_used_bytes"]) == (0, 0)
+        assert counts["bad_frames"] == (len(prompts) if alone else 0)
+    replaced(host, before)
+    later = [prompt(n, 30) for n in range(100, 120)]
+    assert all(captured(host, ids) for ids in later)
+    within(20, host.session.close)
+    reader = hashtap.open(tmp_path, epoch="e1")
+    for ids in later:
+        assert_captured(reader, ids)
+    assert len(reader) == len(later)
+    if not alone:
+        assert hashtap.open(tmp_path, epoch="e0").keys() >= {prompt_key(ids) for ids in prompts}
+
+
+def test_a_pass_stays_with_the_writer_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one's key, which it took while that was dead, and goes on with when there is a new one."""
+    host = Host(tmp_path, dtype=Dtype.FP32, capture_writers=2)
+    before = processes(host)
+    ids = next(ids for ids in (prompt(n, 100) for n in range(50)) if prompt_key(ids)[0] % 2 == 0)
+    kept = host.admit("long", ids)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: host.session._writers._vacant, 20, "its death to be noticed")
+        host.forward(("long", ids[:50], 0))
+        written(host)
+    replaced(host, before)
+    host.forward(("long", ids[50:], 50))
+    assert kept.state == "captured"
+    reader = host.close()
+    assert_captured(reader, ids)
+    assert verify(tmp_path).ok
+
+
+def test_any_failure_of_a_restart_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where memory and threads are short, too."""
+    host = Host(tmp_path, capture_writers=1)
+    before = processes(host)
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "recover", fails)
+        tried = no_more_listeners(patch)
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(tried) > 1, 20, "the second try")
+        within(20, host.session._writers.drain)
+    replaced(host, before)
+    ids = prompt(1, 30)
+    assert captured(host, ids)
+    within(20, host.session.close)
+    assert_captured(hashtap.open(tmp_path), ids)
+    assert host.session.counters()["ring_used_bytes"] == 0
+    assert "cannot be listened to: can't start new thread" in caplog.text
+    assert "what it left is not recovered" in caplog.text
+
+
+def test_a_writer_that_is_not_understood_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears it any more, so it is as good as dead."""
+    host = Host(tmp_path, capture_writers=1)
+    before = processes(host)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.session._writers._unwritten, "done", fails)
+        host.session._writers._children[0].tell(Forward(999, [], [], []))
+        wait_until(lambda: not host.session._writers._children[0]._listener.is_alive(), 20, "its listener to end")
+    replaced(host, before)
+    ids = prompt(1, 30)
+    assert captured(host, ids)
+    within(20, host.session.close)
+    assert_captured(hashtap.open(tmp_path), ids)
 
 
 def test_a_prompt_that_is_cut_in_two_by_a_death_is_not_listed(tmp_path: Path) -> None:
@@ -173,6 +296,17 @@ def test_a_writer_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.executable", "/none")
     with pytest.raises(SetupError, match=r"a writer process cannot be started: .*/none"):
         Host(tmp_path)
+
+
+def test_a_start_without_threads_leaves_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    launch = Writers._launch
+    monkeypatch.setattr(Writers, "_launch", lambda self: (child := launch(self), started.append(child.pid))[0])
+    no_more_listeners(monkeypatch, after=1)
+    with pytest.raises(SetupError, match="cannot be listened to: can't start new thread; raise the limit on threads"):
+        Host(tmp_path, capture_writers=2)
+    assert len(started) == 1
+    assert not Path(f"/proc/{started[0]}").exists()
 
 
 def test_a_closed_session_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
