@@ -11,6 +11,7 @@ It hands out records in the order in which they were sealed (:mod:`hashtap.order
 import os
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hashtap.collate import Batch, Sample, pad_right
 from hashtap.datasets import Collate, as_sample, largest_batch, place
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import UsageError
+from hashtap.logs import log
 from hashtap.manifest import Manifest
 from hashtap.order import SealingOrder
 from hashtap.reader import NotCaptured, Reader
@@ -38,6 +40,9 @@ class LiveStream(IterableDataset[Batch]):
     the batches; none is handed out before each rank can have one, and the last ones, fewer than there are ranks, are
     left out. The workers of a rank take turns too, with ``DataLoader(stream, batch_size=None)``. All write down how far
     they are, for ``hashtap extract --ahead-samples``: the directory must be writable.
+
+    A record that is set aside (:mod:`hashtap.set_aside`) keeps its place and is left out of its batch. A batch that it
+    would leave empty has the nearest record once more, so that ranks and workers stay in step.
 
     Each batch carries ``batch["state"]``: :meth:`load_state_dict` with it goes on right after it, whatever the number
     of workers or ranks was.
@@ -86,6 +91,7 @@ class LiveStream(IterableDataset[Batch]):
             UsageError: when the loaded state lies behind the last record.
             MismatchError: when the first shards are of several weights and none was chosen.
             FormatError: when a shard is damaged.
+            NotCaptured: when a record's shard was moved away, or all records are set aside.
         """
         worker = get_worker_info()
         workers, mine = (1, 0) if worker is None else (worker.num_workers, worker.id)
@@ -97,7 +103,7 @@ class LiveStream(IterableDataset[Batch]):
         while spans := live.round(row):
             row = spans[-1].stop
             if turn % workers == mine:
-                samples = [live.sample(at) for at in spans[self._rank]]
+                samples = live.samples(spans[self._rank])
                 state = {"directory": self._uuid, "epoch": live.epoch, "row": row}
                 yield {**self._collate(samples), "state": state}
             turn += 1
@@ -137,6 +143,7 @@ class _Live:
         self._order.look()
         self._order.extend(reader)
         self._changed = False
+        self._left_out = False  # whether the log says that records are
         if stream._row > len(self._order):
             raise UsageError(
                 f"the state lies at record {stream._row} of {len(self._order)}: the order of {stream._directory} was "
@@ -164,13 +171,33 @@ class _Live:
             else:
                 time.sleep(stream._poll_s)
 
-    def sample(self, row: int) -> Sample:
-        """The sample of one row."""
+    def samples(self, rows: range) -> list[Sample]:
+        """The samples of these rows, those set aside left out; where that leaves none, the one of the nearest row."""
+        samples = [sample for sample in map(self._sample, rows) if sample is not None]
+        if samples:
+            return samples
+        others = chain(reversed(range(rows.start)), range(rows.stop, len(self._order)))
+        nearest = next((sample for sample in map(self._sample, others) if sample is not None), None)
+        if nearest is None:
+            raise NotCaptured(
+                f"all {len(self._order)} records of {self._stream._directory} with the weights {self.epoch} are set "
+                "aside: extract their samples again"
+            )
+        return [nearest]
+
+    def _sample(self, row: int) -> Sample | None:
+        """The sample of one row; None when its record, or one that it shares rows with, is set aside."""
         key = self._order.key(row)
         try:
             capture = self._reader.by_key(key)
         except NotCaptured:
             self._refresh()  # another process has seen it sealed
+            reader = self._reader
+            if key in {entry.key for entry in (*reader.set_aside, *(part.entry for part in reader.incomplete))}:
+                if not self._left_out:
+                    log.warning("record %s is set aside: batches go without it, and others that are", key.hex())
+                self._left_out = True
+                return None
             capture = self._reader.by_key(key)
         names = self._manifest.sample_ids_of(key)
         if not names:

@@ -27,8 +27,10 @@ from hashtap.identity import prompt_key
 from hashtap.live import LiveStream
 from hashtap.manifest import Manifest
 from hashtap.order import SealingOrder
-from hashtap.reader import Reader
+from hashtap.reader import NotCaptured, Reader
+from hashtap.report import Problem
 from hashtap.samples import Sample as ListedSample
+from hashtap.set_aside import add_set_aside
 
 EPOCH = "weights-1"
 
@@ -62,6 +64,12 @@ def numbers(batch: Batch) -> list[int]:
 
 def all_numbers(batches: Iterable[Batch]) -> list[int]:
     return [number for batch in batches for number in numbers(batch)]
+
+
+def set_aside(path: Path, *chosen: int) -> None:
+    captures = [Reader(path).by_token_ids(numbered(number, number + 1)[0]) for number in chosen]
+    problems = [Problem("nan", "rows are", writer=each.facts.writer, serial=each.serial) for each in captures]
+    assert add_set_aside(path, problems) == len(chosen)
 
 
 def names(path: Path, chosen: Sequence[list[int]], uuid: str, first: int = 0) -> None:
@@ -246,6 +254,54 @@ def test_an_end_that_was_none(tmp_path: Path) -> None:
     resumed.load_state_dict(batches[-1]["state"])
     assert all_numbers(resumed) == [4, 5]
     assert all_numbers(stream(tmp_path, idle_s=None)) == list(range(6))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_go_without_what_is_set_aside(tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows keep their numbers, so that a state means the same before and after; an empty batch has a neighbour."""
+    with Host(tmp_path, threads=1) as host:
+        seal(host, 0, 12)
+    before = list(stream(tmp_path))
+    set_aside(tmp_path, 0, 1, 3, 6, 7)
+    after = [[2], [2], [4, 5], [5], [8, 9], [10, 11]]
+    for taken in range(6):
+        source = stream(tmp_path)
+        if taken:
+            source.load_state_dict(before[taken - 1]["state"])
+        context = "fork" if workers else None
+        caplog.clear()
+        batches = list(DataLoader(source, batch_size=None, num_workers=workers, multiprocessing_context=context))
+        assert [numbers(batch) for batch in batches] == after[taken:]
+        assert [batch["state"] for batch in batches] == [batch["state"] for batch in before[taken:]]
+        told = [message for message in caplog.messages if "is set aside: batches go without it" in message]
+        assert len(told) == (0 if workers or taken > 3 else 1)
+    ranks = [[numbers(batch) for batch in stream(tmp_path, rank=rank, world_size=2)] for rank in range(2)]
+    assert ranks == [after[0::2], after[1::2]]
+
+
+def test_what_is_set_aside_comes_back_when_it_is_captured_anew(tmp_path: Path) -> None:
+    with Host(tmp_path, threads=1) as host:
+        seal(host, 0, 6)
+    assert all_numbers(stream(tmp_path)) == list(range(6))
+    set_aside(tmp_path, 3, 5)
+    with Host(tmp_path, threads=1) as host:
+        seal(host, 5, 6)
+    assert all_numbers(stream(tmp_path)) == [0, 1, 2, 4, 5]
+    set_aside(tmp_path, 0, 1, 2, 4, 5)
+    with pytest.raises(NotCaptured, match=r"all 6 records of .* are set aside: extract their samples again"):
+        list(stream(tmp_path))
+
+
+def test_a_shard_that_was_moved_away_is_told(tmp_path: Path) -> None:
+    """Nobody said that its records were to be left out."""
+    for first in (0, 2):
+        with Host(tmp_path, threads=1) as host:
+            seal(host, first, first + 2)
+    assert all_numbers(stream(tmp_path)) == [0, 1, 2, 3]
+    Reader(tmp_path).by_token_ids([0]).shard.unlink()
+    with pytest.raises(NotCaptured, match="is in none of the 1 sealed shards"):
+        list(stream(tmp_path))
 
 
 def test_only_waiting_is_idle(tmp_path: Path) -> None:
