@@ -39,7 +39,7 @@ class CaptureDataset(Dataset[Sample]):
 
     They are those of the manifest, in its order and with its loss masks; those that are not captured are left out and
     counted in :attr:`missing`. Without a manifest they are all captures, each one sample. It may be sent to other
-    processes.
+    processes; what is captured meanwhile, with other weights maybe, changes nothing.
 
     Args:
         directory: the capture directory.
@@ -59,10 +59,10 @@ class CaptureDataset(Dataset[Sample]):
         epoch: str | None = None,
         sample_ids: Sequence[str] | None = None,
     ) -> None:
-        self._open = (Path(directory), epoch)
         self._reader: Reader | None = Reader(directory, epoch=epoch)
         if self._reader.shards:
-            _ = self._reader.facts  # raises where captures do not go together
+            epoch = self._reader.facts.epoch  # raises where captures do not go together
+        self._open = (Path(directory), epoch)
         self.missing = 0
         tokens = {entry.key: entry.total_tokens for entry in self._reader.entries}
         self._samples = self._from_manifest(tokens, sample_ids)
@@ -75,7 +75,7 @@ class CaptureDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``. FormatError when its frames are damaged."""
         sample_id, key, mask = self._samples[index]
-        return as_sample(sample_id, self.reader.by_key(key), mask)
+        return as_sample(sample_id, self.reader.by_key(key, self._open[1]), mask)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}

@@ -91,6 +91,20 @@ def test_in_another_process(path: Path) -> None:
     assert [ids for batch in loader for ids in rows_of(batch)] == PROMPTS
 
 
+def test_other_weights_that_come_later(tmp_path: Path) -> None:
+    """Where the same prompts are captured anew, a worker that opens the directory reads what the dataset has."""
+    with Host(tmp_path, threads=1) as host:
+        host.capture(PROMPTS)
+    dataset = CaptureDataset(tmp_path)
+    with Host(tmp_path, threads=1, changes={"epoch": "weights-2"}) as host:
+        host.capture(PROMPTS)
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, collate_fn=pad_right, multiprocessing_context="spawn")
+    assert [ids for batch in loader for ids in rows_of(batch)] == PROMPTS
+    dataset.reader.refresh()
+    assert_sample(dataset[4], PROMPTS[4])
+    assert pickle.loads(pickle.dumps(dataset)).reader.epochs == ["weights-1"]
+
+
 # Collation.
 
 
