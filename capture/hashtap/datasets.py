@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import distributed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -68,6 +69,8 @@ class CaptureDataset(Dataset[Sample]):
         self._samples = self._from_manifest(tokens, sample_ids)
         self.lengths = np.array([tokens[key] for _, key, _ in self._samples], np.int64)
         """Tokens of each sample, int64 ``[N]``."""
+        self.digest = xxhash.xxh3_64_hexdigest(b"".join(key for _, key, _ in self._samples))
+        """Of the samples' keys in their order, 16 hex digits."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -120,7 +123,7 @@ class CaptureStream(IterableDataset[Batch]):
     waits for another, the last batches of a pass, fewer than there are ranks, are left out.
 
     Each batch carries ``batch["state"]``: :meth:`load_state_dict` with it goes on right after that batch, whatever the
-    number of workers.
+    number of workers, in a stream of the same order: of the same samples and ranks, batched and shuffled alike.
 
     Args:
         dataset: what it takes samples from.
@@ -153,6 +156,16 @@ class CaptureStream(IterableDataset[Batch]):
         self._batch_size, self._max_tokens = batch_size, max_tokens
         self._collate = collate
         self._shuffle, self._seed = shuffle, seed
+        # All that decides which batches each rank gets.
+        self._order = {
+            "samples": len(dataset),
+            "digest": dataset.digest,
+            "batch_size": batch_size,
+            "max_tokens": max_tokens,
+            "world_size": self._world_size,
+            "shuffle": shuffle,
+            "seed": seed if shuffle else None,
+        }
         # The pass, and the batches of it that this rank has had. Shared, so that workers that live on see them change.
         self._position = torch.zeros(2, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
@@ -169,21 +182,26 @@ class CaptureStream(IterableDataset[Batch]):
         rank_batches = range(self._rank, len(batches) // self._world_size * self._world_size, self._world_size)
         for at in range(first + mine, len(rank_batches), workers):
             samples = [self._dataset[index] for index in batches[rank_batches[at]]]
-            yield {**self._collate(samples), "state": {"pass": number, "batches": at + 1, "seed": self._seed}}
+            yield {**self._collate(samples), "state": {"pass": number, "batches": at + 1, **self._order}}
 
     def set_pass(self, number: int) -> None:
         """Begin pass ``number``; call it before each. The pass that :meth:`load_state_dict` goes on with goes on."""
         if number != int(self._position[0]):
             self._position.copy_(torch.tensor([number, 0]))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind the batch that carried ``state``, of the same samples and batch size, until the next pass.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind the batch that carried ``state``, until the next pass.
 
         Raises:
-            UsageError: when it is of another seed.
+            UsageError: when it is of another order, where it would skip samples and repeat others.
         """
-        if state["seed"] != self._seed:
-            raise UsageError(f"the state is of the seed {state['seed']}, this stream's is {self._seed}")
+        others = [name for name in self._order if state.get(name) != self._order[name]]
+        if others:
+            differ = ", ".join(f"{name} {state.get(name)!r}, here {self._order[name]!r}" for name in others)
+            raise UsageError(
+                f"the state is of another order of batches: {differ}. Make the stream as it was, samples sealed since "
+                f"left out with sample_ids=, or begin the next pass with set_pass({state['pass'] + 1})"
+            )
         self._position.copy_(torch.tensor([state["pass"], state["batches"]]))
 
     def _batches(self, number: int) -> list[list[int]]:

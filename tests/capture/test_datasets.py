@@ -1,6 +1,8 @@
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,10 +271,49 @@ def test_bad_options(path: Path, options: dict[str, int], message: str) -> None:
         stream(path, **options)  # type: ignore[arg-type]
 
 
-def test_a_state_of_another_order(path: Path) -> None:
-    state = next(iter(stream(path)))["state"]
-    with pytest.raises(UsageError, match="of the seed 0, this stream's is 5"):
-        stream(path, seed=5).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 5}, "seed 0, here 5"),
+        ({"batch_size": 3}, "batch_size 2, here 3"),
+        ({"batch_size": None, "max_tokens": 600}, "batch_size 2, here None, max_tokens None, here 600"),
+        ({"world_size": 2}, "world_size 1, here 2"),
+        ({"shuffle": False}, "shuffle True, here False, seed 0, here None"),
+    ],
+)
+def test_a_state_of_another_order(path: Path, changes: dict[str, Any], message: str) -> None:
+    state = json.loads(json.dumps(next(iter(stream(path)))["state"]))
+    with pytest.raises(UsageError, match=rf"another order of batches: {message}\. Make .* with set_pass\(1\)"):
+        stream(path, **changes).load_state_dict(state)
+
+
+def test_going_on_beside_samples_that_were_sealed_since(tmp_path: Path) -> None:
+    """They would move all others; where the order is the same, more shards and other file names change nothing."""
+    listed = [ListedSample(f"s{n}", n, prompt_key(ids), np.array(ids, np.int32), None) for n, ids in enumerate(PROMPTS)]
+    with Host(tmp_path, threads=1) as host:
+        host.capture(PROMPTS[:8])
+    Manifest.merge(tmp_path, listed, epoch="weights-1", directory_uuid=host.directory.uuid)
+    batches = list(stream(tmp_path))
+    with Host(tmp_path, threads=1) as host:
+        host.capture(PROMPTS[5:])
+    with pytest.raises(
+        UsageError, match=r"order of batches: samples 8, here 11, digest '\w{16}', here '\w{16}'\. Make"
+    ):
+        stream(tmp_path).load_state_dict(batches[1]["state"])
+    as_it_was = CaptureDataset(tmp_path, sample_ids=[f"s{n}" for n in range(8)])
+    resumed = CaptureStream(as_it_was, batch_size=2, rank=0, world_size=1)
+    resumed.load_state_dict(batches[1]["state"])
+    assert ids_of(resumed) == ids_of(batches[2:])
+    turned = CaptureDataset(tmp_path, sample_ids=[f"s{n}" for n in reversed(range(8))])
+    with pytest.raises(UsageError, match=r"order of batches: digest '\w{16}', here '\w{16}'\. Make"):
+        CaptureStream(turned, batch_size=2, rank=0, world_size=1).load_state_dict(batches[1]["state"])
+
+
+def test_a_seed_of_what_is_not_shuffled(path: Path) -> None:
+    batches = list(stream(path, shuffle=False, seed=1))
+    resumed = stream(path, shuffle=False, seed=2)
+    resumed.load_state_dict(batches[0]["state"])
+    assert ids_of(resumed) == ids_of(batches[1:])
 
 
 def test_nothing_captured(tmp_path: Path) -> None:
