@@ -1,7 +1,6 @@
 """One captured prompt, as a reader hands it out."""
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +39,9 @@ class Capture:
         self.facts = entry.shard.facts
         self.shard = entry.shard.path
         self.serial = entry.serial
+        # Not functools.cached_property: Python 3.11's holds a lock, one for all captures, while it reads.
+        self._token_ids: npt.NDArray[np.int64] | None = None
+        self._hidden_states: npt.NDArray[Any] | None = None
 
     def __repr__(self) -> str:
         layers, hidden = self.facts.geometry.layers, self.facts.geometry.hidden
@@ -64,19 +66,21 @@ class Capture:
         """The element type: bfloat16, float16, float32 or float8_e4m3fn."""
         return DTYPE_NAME[self.facts.geometry.dtype]
 
-    @cached_property
+    @property
     def token_ids(self) -> npt.NDArray[np.int64]:
         """The prompt's token ids, int64 ``[T]``.
 
         Raises:
             FormatError: when frames are damaged.
         """
-        ids = np.empty(len(self), np.int64)
-        for piece, frame in self._frames():
-            ids[piece.start : piece.stop] = frame.token_ids[: piece.stop - piece.start]
-        return ids
+        if self._token_ids is None:
+            ids = np.empty(len(self), np.int64)
+            for piece, frame in self._frames():
+                ids[piece.start : piece.stop] = frame.token_ids[: piece.stop - piece.start]
+            self._token_ids = ids
+        return self._token_ids
 
-    @cached_property
+    @property
     def hidden_states(self) -> npt.NDArray[Any]:
         """The states ``[T, L, H]``: position, layer (the boundaries, then the final state), channel.
 
@@ -85,13 +89,15 @@ class Capture:
         Raises:
             FormatError: when frames are damaged.
         """
-        geometry = self.facts.geometry
-        try:
-            states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
-        except MemoryError:
-            raise FormatError(f"{self!r} in {self.shard} does not fit this machine's memory") from None
-        self.read_into(states)
-        return states
+        if self._hidden_states is None:
+            geometry = self.facts.geometry
+            try:
+                states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
+            except MemoryError:
+                raise FormatError(f"{self!r} in {self.shard} does not fit this machine's memory") from None
+            self.read_into(states)
+            self._hidden_states = states
+        return self._hidden_states
 
     def read_into(self, out: npt.NDArray[Any]) -> None:
         """Write :attr:`hidden_states` to ``out``, of their shape and dtype; nothing is kept. Raises as they do."""

@@ -39,7 +39,9 @@ class NotCaptured(KeyError):
 
 
 class Reader:
-    """The captures of a directory's sealed shards. Safe to use from several threads, :meth:`refresh` excepted.
+    """The captures of a directory's sealed shards.
+
+    Safe to use from several threads, :meth:`refresh` excepted, and in a process that is forked meanwhile.
 
     Args:
         directory: the capture directory.
@@ -63,8 +65,7 @@ class Reader:
         self.directory = directory if isinstance(directory, CaptureDirectory) else CaptureDirectory.open(directory)
         self._catalog = Catalog(self.directory, epoch, cache)
         self._strict = strict
-        self._maps: OrderedDict[Path, tuple[Shard, mmap.mmap]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._maps = _Maps()
         self._tables: dict[int, Table] = {}
         self.refresh()
 
@@ -281,21 +282,33 @@ class Reader:
 
     def _map(self, shard: Shard) -> mmap.mmap:
         """The shard's file, which stays mapped for a while."""
-        with self._lock:
-            known = self._maps.get(shard.path)
+        maps = self._maps
+        if maps.pid != os.getpid():
+            maps = self._maps = _Maps()
+        with maps.lock:
+            known = maps.get(shard.path)
             if known is not None and known[0] is shard:
-                self._maps.move_to_end(shard.path)
+                maps.move_to_end(shard.path)
                 return known[1]
         try:
             with shard.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise FormatError(f"the shard cannot be read any more: {error}") from None
-        with self._lock:
-            self._maps[shard.path] = (shard, mapped)
-            if len(self._maps) > _OPEN_MAPS:
-                self._maps.popitem(last=False)
+        with maps.lock:
+            maps[shard.path] = (shard, mapped)
+            if len(maps) > _OPEN_MAPS:
+                maps.popitem(last=False)
         return mapped
+
+
+class _Maps(OrderedDict[Path, tuple[Shard, mmap.mmap]]):
+    """The shards that one process has mapped; in a forked one the lock may be held by a thread that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
 
 
 def _as_key(key: bytes | str) -> bytes:

@@ -1,9 +1,13 @@
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from tests.capture.tamper import Tampered
 
 import hashtap
 from hashtap.errors import FormatError, MismatchError, UsageError
+from hashtap.frame import StoredFrame
 from hashtap.identity import prompt_key
 from hashtap.manifest import Manifest
 from hashtap.reader import NotCaptured, Reader
@@ -128,6 +133,50 @@ def test_many_threads_one_reader(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         states = list(pool.map(lambda ids: reader.by_token_ids(ids).hidden_states, wanted))
     assert all((rows == states_of(ids)).all() for rows, ids in zip(states, wanted, strict=True))
     assert len(reader._maps) <= 2
+
+
+@pytest.mark.parametrize("stops_at", [(PurePath, "__hash__"), (StoredFrame, "parse")], ids=["map", "frame"])
+def test_reading_in_a_forked_process(path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: tuple[type, str]) -> None:
+    """While another thread, which does not come along, looks up a shard's map, or reads states."""
+    reached, forked = threading.Event(), threading.Event()
+    work = getattr(*stops_at)
+
+    def stop(*given: Any) -> Any:
+        if threading.current_thread().name == "reads":
+            reached.set()
+            forked.wait(20)
+        return work(*given)
+
+    reader = Reader(path)
+    monkeypatch.setattr(*stops_at, stop)
+    capture = reader.by_token_ids(PROMPTS[0])
+    thread = threading.Thread(target=lambda: capture.hidden_states, name="reads")
+    thread.start()
+    assert reached.wait(20)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        states = reader.by_token_ids(PROMPTS[1]).hidden_states
+        os._exit(0 if (states == states_of(PROMPTS[1])).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    forked.set()
+    thread.join()
+    assert (capture.hidden_states == states_of(PROMPTS[0])).all()
+
+
+def test_captures_are_read_side_by_side(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread waits for the one that reads another capture."""
+    together, parse = threading.Barrier(2), StoredFrame.parse
+
+    def meet(data: Any) -> StoredFrame:
+        together.wait(20)
+        return parse(data)
+
+    chosen = [[0] * 3, [2]]  # of one frame each
+    monkeypatch.setattr(StoredFrame, "parse", meet)
+    reader = Reader(path)
+    with ThreadPoolExecutor(2) as pool:
+        states = list(pool.map(lambda ids: reader.by_token_ids(ids).hidden_states, chosen))
+    assert all((rows == states_of(ids)).all() for rows, ids in zip(states, chosen, strict=True))
 
 
 def test_names_of_shards_pair_nothing(path: Path, tmp_path: Path) -> None:
@@ -404,7 +453,7 @@ def test_reading_many_ahead(path: Path, threads: int) -> None:
     found = list(reader.read(keys, threads))
     assert [capture.token_ids.tolist() for capture in found] == PROMPTS[::-1]
     for capture in found:
-        assert "hidden_states" in vars(capture)
+        assert capture._hidden_states is not None
         assert (capture.hidden_states == states_of(capture.token_ids.tolist())).all()
 
 

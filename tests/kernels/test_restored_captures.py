@@ -54,7 +54,7 @@ def test_a_cuda_tensor_is_made_there(reader: Reader, monkeypatch: pytest.MonkeyP
     capture = reader.by_token_ids(PROMPTS[3])
     states = capture.tensor("cuda:0")
     assert bits(states) == states_of(PROMPTS[3], reader.facts.geometry).tobytes()
-    assert "hidden_states" not in vars(capture)
+    assert capture._hidden_states is None
 
 
 @pytest.mark.parametrize("payload", [Payload.RAW, Payload.PLANES])
