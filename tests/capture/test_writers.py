@@ -114,7 +114,8 @@ def test_while_no_writer_can_be_started(tmp_path: Path, monkeypatch: pytest.Monk
         assert all(captured(host, ids) for ids in prompts)
         within(20, host.session._writers.drain)
         assert processes(host) == before
-        within(20, lambda: host.session.advance_epoch("e1"))
+        within(20, host.session.end_epoch)
+        host.session.begin_epoch("e1", cache_is_empty=True)
         counts = host.session.counters()
         assert (counts["queue"], counts["ring_used_bytes"]) == (0, 0)
         assert counts["bad_frames"] == (len(prompts) if alone else 0)
