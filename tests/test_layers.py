@@ -17,6 +17,7 @@ LAYERS = [
     {"directory", "facts", "header", "frame", "codec", "exponents", "restored", "shard", "block_file", "shard_file"},
     {"flight", "donors", "ledger", "arrival", "shard_sequence", "writer", "checks", "report", "verify"}
     | {
+        "recompute",
         "salvage",
         "recover",
         "index_cache",
@@ -113,7 +114,7 @@ def test_nothing_shadows_the_kernels_that_sglang_imports() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("package", ["hashtap", "hashtap_kernels", "hashtap.plugin"])
+@pytest.mark.parametrize("package", ["hashtap", "hashtap_kernels", "hashtap.plugin", "hashtap.verify"])
 def test_importing_loads_nothing_heavy(package: str) -> None:
     code = f"import sys, {package}; print(sorted({{'torch', 'triton', 'sglang', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -60,7 +60,7 @@ Template = Annotated[
     typer.Option("--chat-template", help="A template file in place of the tokenizer's.", show_default=False),
 ]
 RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer, as Kimi's needs.")
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer or model, as Kimi's needs.")
 ]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Capture directory.", show_default=False)]
 
@@ -179,6 +179,15 @@ def _verify(
             "--set-aside", help="Take what is wrong out of use: trainers go on without, extract captures it anew."
         ),
     ] = False,
+    recompute: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="The served model: compute some prompts once more with transformers, in one shot, and compare.",
+            show_default=False,
+        ),
+    ] = None,
+    recompute_records: Annotated[int, typer.Option(min=1, help="How many of them, spread over the records.")] = 8,
     epoch: Epoch = None,
     tokenizer: Tokenizer = None,
     chat_template: Template = None,
@@ -192,7 +201,15 @@ def _verify(
         shards = Reader(directory, epoch=epoch, strict=False).shards if tokenizer is None else []
         file = load_samples(samples, tokenizer=chats.for_model(shards[0].facts.model) if shards else chats)
     expected = ((sample.id, sample.token_ids, b"") for sample in file.samples) if file is not None else None
-    report = verify(directory, samples=expected, quick=quick, epoch=epoch)
+    report = verify(
+        directory,
+        samples=expected,
+        quick=quick,
+        epoch=epoch,
+        recompute=recompute,
+        recompute_records=recompute_records,
+        trust_remote_code=trust_remote_code,
+    )
     unusable = file.bad if file is not None else []
     aside = add_set_aside(directory, report.problems) if set_aside else 0
     if as_json:
@@ -202,6 +219,10 @@ def _verify(
             print(problem)
         for bad in unusable:
             print(f"unusable: line {bad.line} of {samples}: {bad.reason}: {bad.detail}")
+        for difference in report.recomputed:
+            print(f"compared: {difference}")
+        for warning in report.warnings:
+            print(f"warning: {warning}")
         print(report.summary())
         if set_aside:
             print(f"{aside} records set aside in {directory / SET_ASIDE_NAME}")

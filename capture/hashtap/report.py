@@ -5,7 +5,7 @@ from typing import Any
 
 from hashtap.checks import Ranges
 
-__all__ = ["Problem", "Report"]
+__all__ = ["Difference", "Problem", "Report"]
 
 _SHOWN = 8
 """So many sample ids or row ranges are printed of one problem."""
@@ -16,8 +16,8 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        kind: missing, incomplete, bad_shard, facts, epoch, stored_sum, row_sum, key, proof, length, nan, inf, zero_rows
-            or constant_rows.
+        kind: missing, incomplete, bad_shard, facts, epoch, stored_sum, row_sum, key, proof, length, nan, inf,
+            zero_rows, constant_rows or recomputed.
         detail: a sentence about it.
         key: of the record, 32 hex digits; None when it is no record's.
         sample_ids: the samples that need this record.
@@ -52,6 +52,30 @@ class Problem:
         return f"{self.kind}: {', '.join(where)}: {self.detail}" if where else f"{self.kind}: {self.detail}"
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far the captured rows of a layer are from those computed once more: ‖captured - computed‖ / ‖computed‖.
+
+    Attributes:
+        layer: its name.
+        rows: how many were compared.
+        mean, median, p99, max: of the rows' differences.
+        bound: what rounding explains of ``p99``.
+    """
+
+    layer: str
+    rows: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    bound: float
+
+    def __str__(self) -> str:
+        figures = f"median {self.median:.3g}, 99 % {self.p99:.3g}, max {self.max:.3g}, mean {self.mean:.3g}"
+        return f"{self.layer}: {self.rows} rows, relative difference {figures}"
+
+
 @dataclass(slots=True)
 class Report:
     """The outcome of a verification.
@@ -70,6 +94,8 @@ class Report:
         tokens, raw_bytes: of the records.
         stored_bytes: of the valid shards.
         waste_frames, waste_bytes: frames that belong to no record, or to a duplicate.
+        recomputed_records: records that were computed once more.
+        recomputed: how far their layers are from what was captured.
         seconds: how long it took.
         problems: all that is wrong; empty when all is well.
     """
@@ -89,6 +115,8 @@ class Report:
     stored_bytes: int = 0
     waste_frames: int = 0
     waste_bytes: int = 0
+    recomputed_records: int = 0
+    recomputed: list[Difference] = field(default_factory=list)
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
 
@@ -98,13 +126,23 @@ class Report:
         return not self.problems
 
     @property
+    def warnings(self) -> list[str]:
+        """What is no problem, but should be looked at."""
+        return [
+            f"{each.layer}: 99 % of the rows differ by up to {each.p99:.3g}, and rounding explains {each.bound:.3g}: "
+            "chunks, batches or kernels gave other states than one shot, or the model is not quite the one served"
+            for each in self.recomputed
+            if each.p99 > each.bound
+        ]
+
+    @property
     def ratio(self) -> float:
         """Raw over stored bytes; 0 when nothing is stored."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
-        return {"ok": self.ok, "ratio": self.ratio, **asdict(self)}
+        return {"ok": self.ok, "ratio": self.ratio, "warnings": self.warnings, **asdict(self)}
 
     def summary(self) -> str:
         """One line: ``300/300 verified`` and figures."""
@@ -122,6 +160,8 @@ class Report:
             parts.append(f"{self.waste_frames} frames of no record ({self.waste_bytes / 1e6:.1f} MB)")
         if self.salted:
             parts.append(f"{self.salted} salted keys not recomputed")
+        if self.recomputed_records:
+            parts.append(f"{self.recomputed_records} records recomputed")
         if self.partials:
             parts.append(f"{self.partials} shards not sealed")
         parts.append(f"{self.raw_bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s")

@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hashtap.capture import Capture
 from hashtap.catalog import Entry, Piece
-from hashtap.checks import odd_rows, ranges, wrong_rows
+from hashtap.checks import Ranges, odd_rows, ranges, wrong_rows
 from hashtap.errors import FormatError
 from hashtap.frame import StoredFrame
 from hashtap.header import salt_sum
 from hashtap.identity import TokenIds, prompt_key
 from hashtap.reader import Reader
+from hashtap.recompute import Recomputer, spread
 from hashtap.report import Problem, Report
 from hashtap.shard import Shard
 from hashtap_kernels.layout import Payload
@@ -41,6 +43,9 @@ def verify(
     samples: Iterable[tuple[str, TokenIds, bytes]] | None = None,
     quick: bool = False,
     epoch: str | None = None,
+    recompute: Path | None = None,
+    recompute_records: int = 8,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Verify a capture directory.
 
@@ -49,17 +54,28 @@ def verify(
         samples: ``(sample id, token ids, salt)`` of what must be there; None asks only whether what is there is right.
         quick: check stored checksums, lengths and keys only; values and proofs are left out.
         epoch: look at captures of these weights only; None wants all to be of the same.
+        recompute: the directory of the model that was served: compare captures with what transformers computes by it.
+        recompute_records: how many are compared, spread evenly over those that nothing else is wrong with.
+        trust_remote_code: run code that comes with this model.
 
     Raises:
-        UsageError: when it is no capture directory.
+        UsageError: when it is no capture directory, or the model cannot be loaded or is another one.
     """
     started = time.perf_counter()
     reader = Reader(directory, epoch=epoch, strict=False, cache=False)
     wanted, salts, count = _wanted(samples)
     report = Report(str(reader.directory.path), quick, samples=len(reader) if samples is None else count)
     _check_directory(reader, report)
+    recomputer = None
+    if recompute is not None and reader.shards:
+        # Before the checks: what cannot be loaded is known after a moment.
+        facts = [shard.facts for shard in reader.shards]
+        recomputer = Recomputer(recompute, facts, trust_remote_code=trust_remote_code)
     checker = _Checker(reader, report, wanted, salts)
     bad = {entry.key for entry in reader.entries if not checker.check(entry)}
+    if recomputer is not None:
+        sound = [entry for entry in reader.entries if entry.key not in bad]
+        bad |= checker.recompute(spread(sound, recompute_records), recomputer)
     lost = {incomplete.entry.key for incomplete in reader.incomplete}
     for incomplete in reader.incomplete:
         checker.report(incomplete.entry, "incomplete", incomplete.reason)
@@ -128,7 +144,7 @@ class _Checker:
         entry: Entry,
         kind: str,
         detail: str,
-        rows: tuple[tuple[int, int], ...] = (),
+        rows: Ranges = (),
         layer: str | None = None,
         shard: Path | None = None,
     ) -> None:
@@ -165,6 +181,24 @@ class _Checker:
         if not broken:
             self._check_identity(entry, ids, proof)
         return len(self._report.problems) == before
+
+    def recompute(self, entries: list[Entry], recomputer: Recomputer) -> set[bytes]:
+        """Compare records with what a model computes; the keys of those with rows that are not its own."""
+        bad = set()
+        for entry in entries:
+            foreign: list[tuple[str, Ranges, str]] = []
+            try:
+                foreign = recomputer.compare(Capture(self._reader, entry))
+                self._report.recomputed_records += 1
+            except FormatError as error:
+                # Only --quick did not see it before.
+                self.report(entry, "stored_sum", str(error))
+                bad.add(entry.key)
+            for layer, rows, detail in foreign:
+                self.report(entry, "recomputed", detail, rows, layer)
+                bad.add(entry.key)
+        self._report.recomputed = recomputer.differences()
+        return bad
 
     def check_rest(self) -> None:
         """Check the frames that belong to no record that was checked: tables, waste and duplicates.

@@ -12,6 +12,8 @@ from tests.server.conftest import COMMON_FLAGS, Served, capture_flags
 from tests.server.prompts import random_prompts, receipt, send_together
 from tests.server.reference import Reference, assert_same_states
 
+from hashtap.verify import verify
+
 pytestmark = pytest.mark.server
 
 LENGTHS = (1, 5, 37, 127, 128, 129, 256, 300, 700)  # around the chunk of 128, alone and in several chunks
@@ -37,6 +39,12 @@ def check_values(served: Served, reference: Reference, prompts: list[list[int]],
             clear += 1
             assert int(logits.argmax()) == answer["output_ids"][0]
     assert final == "pre" or clear >= len(prompts) // 2
+
+    # As a user asks for it: chunks, batches and SGLang's kernels beside one shot of transformers.
+    report = verify(served.captures, recompute=served.model)
+    assert report.ok, report.problems
+    assert report.warnings == []
+    assert all(0 < layer.p99 < layer.bound for layer in report.recomputed)
 
 
 def test_llama(llama: Served) -> None:
