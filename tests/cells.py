@@ -22,7 +22,7 @@ OUTCOMES = {
     "refused": "nothing is captured; the server does not start, or the receipt says why",
     "marked": "the receipt says what is missing, and nothing is listed in a shard",
 }
-HEAD = """# Every way in which SGLang can run a prompt
+HEAD = """# Ways in which SGLang can run a prompt
 
 Each row is named by the test that shows it. `make modes` runs them all and, if they pass, writes this page, here for
 SGLang {sglang}. An outcome is one of three:

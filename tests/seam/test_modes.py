@@ -64,7 +64,12 @@ def test_a_plain_server_passes() -> None:
             "--enable-prefill-cp ",
             marks=pytest.mark.cell("context parallelism of prefills", "refused", "at start"),
         ),
-        ("enable_layernorm_sp", True, "--enable-layernorm-sp "),
+        pytest.param(
+            "enable_layernorm_sp",
+            True,
+            "--enable-layernorm-sp ",
+            marks=pytest.mark.cell("norms in parallel over a sequence", "refused", "at start"),
+        ),
         pytest.param(
             "enable_two_batch_overlap",
             True,
@@ -95,8 +100,18 @@ def test_a_plain_server_passes() -> None:
             "--disaggregation-mode prefill ",
             marks=pytest.mark.cell("prefill and decode on different servers", "refused", "at start"),
         ),
-        ("encoder_only", True, "--encoder-only "),
-        ("language_only", True, "--language-only "),
+        pytest.param(
+            "encoder_only",
+            True,
+            "--encoder-only ",
+            marks=pytest.mark.cell("an encoder alone", "refused", "at start"),
+        ),
+        pytest.param(
+            "language_only",
+            True,
+            "--language-only ",
+            marks=pytest.mark.cell("a language model behind an encoder elsewhere", "refused", "at start"),
+        ),
         pytest.param(
             "tokenizer_worker_num",
             2,
@@ -104,8 +119,18 @@ def test_a_plain_server_passes() -> None:
             marks=pytest.mark.cell("several tokenizer processes", "refused", "at start"),
         ),
         ("smg_grpc_mode", True, "--smg-grpc-mode "),
-        ("grpc_mode", True, "--grpc-mode "),
-        ("use_ray", True, "--use-ray "),
+        pytest.param(
+            "grpc_mode",
+            True,
+            "--grpc-mode ",
+            marks=pytest.mark.cell("gRPC", "refused", "at start"),
+        ),
+        pytest.param(
+            "use_ray",
+            True,
+            "--use-ray ",
+            marks=pytest.mark.cell("Ray", "refused", "at start"),
+        ),
         pytest.param("nnodes", 2, "--nnodes 2 ", marks=pytest.mark.cell("several nodes", "refused", "at start")),
     ],
 )
@@ -120,6 +145,9 @@ def test_refused(option: str, value: Any, shown: str) -> None:
 @pytest.mark.parametrize(
     "option", ["enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "radix_cache_backend"]
 )
+@pytest.mark.cell(
+    "prefix cache on, hierarchical or external", "refused", "at start: what it brings back may be of other weights"
+)
 def test_rows_that_another_server_may_have_computed_are_refused(option: str) -> None:
     check(**{option: "x"})
     with pytest.raises(SetupError, match=f"--{option.replace('_', '-')} x .*may be of other weights"):
@@ -127,6 +155,9 @@ def test_rows_that_another_server_may_have_computed_are_refused(option: str) -> 
 
 
 @pytest.mark.parametrize("option", ["flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion"])
+@pytest.mark.cell(
+    "all-reduces fused into norms", "refused", "at start, before SGLang 0.5.23; since then layers are handed out whole"
+)
 def test_a_sum_over_ranks_that_is_put_off_is_refused_where_layers_lack_it(option: str) -> None:
     """sgl-project/sglang#28343: before 0.5.23 gpt-oss, GLM4-MoE and GLM4-MoE-Lite hand out one rank's part of it."""
     arguments = SimpleNamespace(**{**PLAIN, option: "x"})

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from tests import models
-from tests.server.conftest import served
+from tests.server.conftest import Served, served
 from tests.server.plugins import plugin
 from tests.server.prompts import random_prompts, receipt, send_together
 from tests.server.reference import Reference
@@ -78,6 +78,7 @@ def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path, referen
 
 
 @pytest.mark.cell("new weights in mid-run", "exact", "`/update_weights_from_disk`: a new epoch, new shards")
+@pytest.mark.cell("new weights between two chunks", "marked", "paused in place, updated, continued: `incomplete`")
 def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
     (prompt,) = random_prompts([40], seed=46)
     with served(tmp_path) as server:
@@ -96,9 +97,26 @@ def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
             return bool(answer["sealed"])
 
         wait_until(sealed, 30, "the second record to be sealed")
+        half_done(server, models.llama())
     reader = Reader(server.captures)
     old, new = (reader.by_token_ids(prompt, epoch=epoch).hidden_states for epoch in (first, second))
     assert (old != new).any()
+
+
+def half_done(server: Served, model: Path) -> None:
+    """New weights between two chunks of a prompt that is paused where it stands: it comes to no record."""
+    (prompt,) = random_prompts([3900], seed=49)
+    before = server.counters()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.server.generate, prompt)
+        wait_until(lambda: (server.counters() - before)["rows"] > 0, 60, "the first chunk")
+        httpx.post(f"{server.server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        httpx.post(f"{server.server.url}/update_weights_from_disk", json={"model_path": str(model)}, timeout=120)
+        httpx.post(f"{server.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        found = receipt(answer.result())
+    assert (found["state"], found["reason"]) == ("incomplete", "the weights were updated between two chunks")
+    assert found["epoch"].endswith("+2")
+    assert prompt_key(prompt) not in Reader(server.captures)
 
 
 def test_requests_all_leaves_out_warm_up_and_health(tmp_path: Path) -> None:
