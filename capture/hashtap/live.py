@@ -185,6 +185,14 @@ class _Live:
             )
         return [nearest]
 
+    def _is_set_aside(self, key: bytes) -> bool:
+        """Whether the record of a key is, or one that it shares rows with."""
+        aside = {entry.key for entry in self._reader.set_aside}
+        donors = {part.entry.key: part.entry.donor_key for part in self._reader.incomplete}
+        while key not in aside and key in donors:
+            key = donors.pop(key)
+        return key in aside
+
     def _sample(self, row: int) -> Sample | None:
         """The sample of one row; None when its record, or one that it shares rows with, is set aside."""
         key = self._order.key(row)
@@ -192,8 +200,7 @@ class _Live:
             capture = self._reader.by_key(key)
         except NotCaptured:
             self._refresh()  # another process has seen it sealed
-            reader = self._reader
-            if key in {entry.key for entry in (*reader.set_aside, *(part.entry for part in reader.incomplete))}:
+            if self._is_set_aside(key):
                 if not self._left_out:
                     log.warning("record %s is set aside: batches go without it, and others that are", key.hex())
                 self._left_out = True

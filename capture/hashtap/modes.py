@@ -71,8 +71,14 @@ _MODES = (
 )
 
 _OTHER_CACHES = tuple(
-    _Mode(option, _on, "with --capture-prefix-cache on, rows that it brings back may be of other weights")
-    for option in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
+    _Mode(option, _on, "with --capture-prefix-cache on, rows that it brings back may be of other weights", since)
+    for option, since in {
+        "enable_hierarchical_cache": "",
+        "enable_lmcache": "",
+        "enable_flexkv": "",
+        "radix_cache_backend": "",
+        "enable_unified_cache_external_linker": "0.5.20",
+    }.items()
 )
 
 

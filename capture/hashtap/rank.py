@@ -21,7 +21,7 @@ from hashtap.facts import DTYPE_NAME, FINAL_STATES, ShardFacts
 from hashtap.handshake import RankReport
 from hashtap.logs import log
 from hashtap.recover import recover
-from hashtap.requests import refusal, wants_capture
+from hashtap.requests import is_past_the_cache, refusal, wants_capture
 from hashtap.session import Batch, Session
 from hashtap.shard import read_shard
 from hashtap.watch import Watch
@@ -220,7 +220,9 @@ class Rank:
             return
         if wants_capture(req, self.config.capture_requests, self._health_prefix):
             # On the request itself: it is tracked no longer than SGLang keeps it.
-            req.hashtap = self.session.admit(req.rid, req.origin_input_ids, refuse=refusal(req))
+            req.hashtap = self.session.admit(
+                req.rid, req.origin_input_ids, refuse=refusal(req), past_cache=is_past_the_cache(req)
+            )
             self._requests.add(req)
 
     def begin_forward(self, batch: Any) -> bool:
@@ -302,11 +304,16 @@ class Rank:
         if self.session is not None:
             self.session.end_epoch()
 
-    def begin_epoch(self, weights: bytes) -> None:
-        """The weights may have changed, to those of this fingerprint: from here on rows belong to another epoch."""
+    def begin_epoch(self, weights: bytes, *, weights_move: bool = False) -> None:
+        """The weights may have changed, to those of this fingerprint: from here on rows belong to another epoch.
+
+        Where an update takes several steps they go on to move.
+        """
         self._updates += 1
         if self.session is not None:
-            self.session.begin_epoch(epoch_name(weights, self._updates), cache_is_empty=self._cache_is_empty)
+            self.session.begin_epoch(
+                epoch_name(weights, self._updates), cache_is_empty=self._cache_is_empty, weights_move=weights_move
+            )
 
     def cache_flushed(self) -> None:
         """SGLang emptied its prefix cache."""

@@ -26,7 +26,7 @@ from hashtap_kernels.layout import Dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FOREIGN", "FOREIGN_RUN", "ROUNDING_STEPS", "Recomputer", "spread"]
+__all__ = ["FOREIGN", "FOREIGN_RUN", "ROUNDING_STEPS", "NotComputed", "Recomputer", "spread"]
 
 T = TypeVar("T")
 
@@ -52,6 +52,10 @@ Rounding decides which tokens become attention sinks: 51 of SmolLM2's 36,220 row
 """
 
 _SERVED = "give the directory of the model that was served"
+
+
+class NotComputed(Exception):
+    """A model cannot compute a prompt: too little memory, or it has not all of the token ids."""
 
 
 def spread(entries: Sequence[T], most: int) -> list[T]:
@@ -95,14 +99,10 @@ class Recomputer:
 
         Raises:
             FormatError: when its frames are damaged.
-            UsageError: when the model cannot compute the prompt.
+            NotComputed: when the model cannot compute the prompt.
         """
-        captured, computed = capture.tensor().float(), self._states(capture)
-        away = (captured - computed).norm(dim=-1) / computed.norm(dim=-1)
-        # A row that is no number, or computed as zero, is like no other; JSON has no infinity.
-        differences: npt.NDArray[np.float32] = away.nan_to_num(nan=1e9, posinf=1e9).numpy()
         foreign: list[tuple[str, Ranges, str]] = []
-        for layer, column in enumerate(differences.T):
+        for layer, column in enumerate(self._away(capture)):
             name = capture.facts.layer_name(layer)
             self._differences[name].append(column)
             together = min(FOREIGN_RUN, len(column))
@@ -127,8 +127,24 @@ class Recomputer:
             found.append(Difference(name, len(rows), float(rows.mean()), median, most, largest, self._bound))
         return found
 
-    def _states(self, capture: Capture) -> "torch.Tensor":
-        """What the model computes where ``capture`` was taken, float32 ``[T, L, H]`` on the CPU."""
+    def _away(self, capture: Capture) -> list[npt.NDArray[np.float32]]:
+        """How far each row of each layer is away, L times ``[T]``."""
+        captured = capture.tensor()
+        try:
+            columns = []
+            for layer, computed in enumerate(self._states(capture)):  # one at a time: float32 takes twice the memory
+                away = (captured[:, layer].float() - computed.float()).norm(dim=-1) / computed.float().norm(dim=-1)
+                # A row that is no number, or computed as zero, is like no other; JSON has no infinity.
+                columns.append(away.nan_to_num(nan=1e9, posinf=1e9).numpy())
+            return columns
+        except Exception as error:
+            # Too little memory, ids that it has no embedding of, and what its own code raises.
+            raise NotComputed(
+                f"{self._model} cannot compute the {len(capture)} tokens of {capture.key.hex()}: {_one_line(error)}"
+            ) from None
+
+    def _states(self, capture: Capture) -> "list[torch.Tensor]":
+        """What the model computes where ``capture`` was taken, L times ``[T, H]`` on the CPU, in the model's dtype."""
         import torch
 
         seen: dict[int | str, torch.Tensor] = {}
@@ -136,27 +152,20 @@ class Recomputer:
         def keep(place: int | str) -> Callable[..., None]:
             def hook(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
                 # A copy: the layer may add to its input in place.
-                seen[place] = (args[0] if args else named["hidden_states"])[0].to("cpu", torch.float32, copy=True)
+                seen[place] = (args[0] if args else named["hidden_states"])[0].to("cpu", copy=True)
 
             return hook
 
         places: dict[int | str, Any] = {"pre": self._decoder.norm}
         places |= {boundary: self._decoder.layers[boundary] for boundary in capture.boundaries}
-        try:
-            with ExitStack() as hooks, torch.no_grad():
-                for place, module in places.items():
-                    hooks.enter_context(module.register_forward_pre_hook(keep(place), with_kwargs=True))
-                ids = torch.from_numpy(capture.token_ids)[None].to(self._device)
-                output = self._decoder(ids, use_cache=False)
-        except Exception as error:
-            # Too little memory, ids that it has no embedding of, and what its own code raises.
-            raise UsageError(
-                f"{self._model} cannot compute the {len(capture)} tokens of {capture.key.hex()}: {_one_line(error)}; "
-                f"{_SERVED}, or leave out --recompute"
-            ) from None
-        seen["post"] = output.last_hidden_state[0].to("cpu", torch.float32)
+        with ExitStack() as hooks, torch.no_grad():
+            for place, module in places.items():
+                hooks.enter_context(module.register_forward_pre_hook(keep(place), with_kwargs=True))
+            ids = torch.from_numpy(capture.token_ids)[None].to(self._device)
+            output = self._decoder(ids, use_cache=False)
+        seen["post"] = output.last_hidden_state[0].cpu()
         layers: list[int | str] = [*capture.boundaries, *capture.facts.finals]
-        return torch.stack([seen[layer] for layer in layers], dim=1)
+        return [seen[layer] for layer in layers]
 
 
 def _load(model: Path, dtype_name: str, trust_remote_code: bool) -> tuple[Any, str, float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from hashtap.identity import PAST_THE_CACHE
 
-__all__ = ["check_ids", "mark_as_warm_up", "refusal", "wants_capture"]
+__all__ = ["check_ids", "is_past_the_cache", "mark_as_warm_up", "refusal", "wants_capture"]
 
 _CHANGES_STATES = {
     "lora_id": "it uses a LoRA adapter",
@@ -38,10 +38,14 @@ def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
 def refusal(req: Any) -> str | None:
     """Why a prompt must not be captured: its states depend on more than its token ids. None when it may."""
     for name, reason in _CHANGES_STATES.items():
-        value = getattr(req, name, None)
-        if value is not None and not (name == "extra_key" and value.startswith(PAST_THE_CACHE)):
+        if getattr(req, name, None) is not None and not (name == "extra_key" and is_past_the_cache(req)):
             return reason
     return None
+
+
+def is_past_the_cache(req: Any) -> bool:
+    """Whether a request has a part of the prefix cache for itself, as ``hashtap extract`` sends one again."""
+    return req.extra_key is not None and req.extra_key.startswith(PAST_THE_CACHE)
 
 
 def check_ids(input_ids: Any, vocab_size: int) -> None:

@@ -63,6 +63,7 @@ class Tracked:
     state: str = "capturing"  # then captured, incomplete, needs recompute, dropped or refused
     reason: str | None = None
     rows: int = 0  # prompt rows taken or shared so far, always a prefix of the prompt
+    past_cache: bool = False
     # Forgets the frames of the present pass unless it is whole; at the latest when this object dies.
     ending: "weakref.finalize[[Writers, Record, dict[str, int]], Tracked] | None" = None
 
@@ -122,13 +123,21 @@ class Session:
             seal_after_s=config.capture_seal_after_s,
         )
         self._donors = Donors() if config.capture_prefix_cache == "on" else None
+        self._weights_move = False
         self._tracked: weakref.WeakValueDictionary[str, Tracked] = weakref.WeakValueDictionary()
         self._serials = itertools.count(1)
         self._forwards = itertools.count(1)
         self._full_since: float | None = None
         self._counts = dict.fromkeys(_COUNTS, 0)
 
-    def admit(self, rid: str, token_ids: TokenIds, salt: bytes = b"", refuse: str | None = None) -> Tracked:
+    def admit(
+        self,
+        rid: str,
+        token_ids: TokenIds,
+        salt: bytes = b"",
+        refuse: str | None = None,
+        past_cache: bool = False,
+    ) -> Tracked:
         """Track a request whose prompt is to be captured; computes its key.
 
         Args:
@@ -136,13 +145,16 @@ class Session:
             token_ids: int64 ``[T]``, the request's own prompt; copied.
             salt: what besides the ids changes the states, see :func:`hashtap.identity.salt_of`.
             refuse: why this prompt must not be captured; its receipt will say so.
+            past_cache: whether the server's prefix cache has nothing for it.
         """
         ids = as_token_ids(token_ids).copy()
-        tracked = Tracked(rid, Record(next(self._serials), prompt_key(ids, salt), ids, salt))
+        tracked = Tracked(rid, Record(next(self._serials), prompt_key(ids, salt), ids, salt), past_cache=past_cache)
         self._counts["admitted"] += 1
         self._begin_pass(tracked, tracked.record)
         if refuse is not None:
             self._fail(tracked, "refused", refuse)
+        else:
+            self._check_weights(tracked)
         self._tracked[rid] = tracked
         return tracked
 
@@ -206,18 +218,22 @@ class Session:
                 self._fail(tracked, "incomplete", "the weights were updated between two chunks")
         self._writers.drain()
 
-    def begin_epoch(self, epoch: str, *, cache_is_empty: bool) -> None:
+    def begin_epoch(self, epoch: str, *, cache_is_empty: bool, weights_move: bool = False) -> None:
         """The weights changed: new shards name the new epoch.
 
         Args:
             epoch: its name.
             cache_is_empty: whether nothing that the old weights computed is left in the server's prefix cache.
+            weights_move: whether they go on changing, until the next epoch.
         """
+        self._weights_move = weights_move
         if self._donors is not None:
             self._donors.clear()
             self._donors.trusted = cache_is_empty
         self.facts = replace(self.facts, epoch=epoch)
         self._writers.set_facts(self.facts)
+        for tracked in list(self._tracked.values()):
+            self._check_weights(tracked)
 
     def cache_flushed(self) -> None:
         """The server's prefix cache is empty: what it will hold is of the present weights."""
@@ -309,6 +325,16 @@ class Session:
         frames = _frames(plan, records, offset)
         release = partial(self._ring.give_back, offset)
         self._writers.submit(Flight(self._transport.memory, wait, frames, release))
+
+    def _check_weights(self, tracked: Tracked) -> None:
+        """A prompt that is about to begin fails where its rows may be of several weights."""
+        if tracked.state != "capturing":
+            return
+        if self._weights_move:
+            self._fail(tracked, "incomplete", "the weights are being updated")
+        elif self._donors is not None and not self._donors.trusted and not tracked.past_cache:
+            # Also where it begins at its first row: later chunks may continue on what the cache has.
+            self._fail(tracked, NEEDS_RECOMPUTE, "the prefix cache may hold rows of other weights until it is flushed")
 
     def _begin_pass(self, tracked: Tracked, record: Record) -> None:
         """From here on the request's frames carry the record's serial; those of an earlier pass are waste."""

@@ -307,7 +307,9 @@ class _RankHooks:
             self._rank.end_epoch()
         result = original(manager, recv_req, *args, **kwargs)
         with _ending():
-            self._rank.begin_epoch(_fingerprint(manager.tp_worker.model_runner))
+            # Since 0.5.23 an update may take several steps, between which weights move without a call.
+            unfinished = getattr(manager, "_session", None) is not None
+            self._rank.begin_epoch(_fingerprint(manager.tp_worker.model_runner), weights_move=unfinished)
         return result
 
     def flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

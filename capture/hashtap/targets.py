@@ -217,7 +217,7 @@ _NAMES = (
         "ForwardBatch",
         ("rids", "forward_mode", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "input_ids", "positions"),
     ),
-    Names(_UPDATER, "SchedulerWeightUpdaterManager", ("tp_worker",)),
+    Names(_UPDATER, "SchedulerWeightUpdaterManager", ("tp_worker", "_session")),
     Names(_RUNNER, "ModelRunnerOutput", ("logits_output",)),
     Names(_RUNNER, "ModelRunner", ("model", "model_config", "device", "server_args", "is_draft_worker")),
     Names(
@@ -236,6 +236,7 @@ SINCE: Mapping[str, str] = {
     # Before them: no update of the weights in several steps.
     f"{_UPDATER}.SchedulerWeightUpdaterManager.begin_weight_update": "0.5.23",
     f"{_UPDATER}.SchedulerWeightUpdaterManager.end_weight_update": "0.5.23",
+    f"{_UPDATER}.SchedulerWeightUpdaterManager._session": "0.5.23",
     # Before it: arguments are resolved as they are made, and where they stand.
     f"{_SRT}.server_args.ServerArgs.resolve_once": "0.5.20",
     f"{_SRT}.arg_groups.overrides.resolving_view": "0.5.20",

@@ -16,12 +16,12 @@ import numpy.typing as npt
 from hashtap.capture import Capture
 from hashtap.catalog import Entry, Piece
 from hashtap.checks import Ranges, odd_rows, ranges, wrong_rows
-from hashtap.errors import FormatError
+from hashtap.errors import FormatError, UsageError
 from hashtap.frame import StoredFrame
 from hashtap.header import salt_sum
 from hashtap.identity import TokenIds, prompt_key
 from hashtap.reader import Reader
-from hashtap.recompute import Recomputer, spread
+from hashtap.recompute import NotComputed, Recomputer, spread
 from hashtap.report import Problem, Report
 from hashtap.shard import Shard
 from hashtap_kernels.layout import Payload
@@ -67,6 +67,10 @@ def verify(
     report = Report(str(reader.directory.path), quick, samples=len(reader) if samples is None else count)
     _check_directory(reader, report)
     recomputer = None
+    if recompute is not None and len(reader.epochs) > 1:
+        raise UsageError(
+            f"{report.directory} holds captures of {len(reader.epochs)} weights: choose --epoch to recompute"
+        )
     if recompute is not None and reader.shards:
         # Before the checks: what cannot be loaded is known after a moment.
         facts = [shard.facts for shard in reader.shards]
@@ -194,6 +198,9 @@ class _Checker:
                 # Only --quick did not see it before.
                 self.report(entry, "stored_sum", str(error))
                 bad.add(entry.key)
+            except NotComputed as error:
+                # No fault of the record, so it is not named: nobody may set it aside.
+                self._report.problems.append(Problem("recomputed", str(error)))
             for layer, rows, detail in foreign:
                 self.report(entry, "recomputed", detail, rows, layer)
                 bad.add(entry.key)

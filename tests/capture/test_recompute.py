@@ -1,6 +1,7 @@
 """Captures beside what transformers computes: right ones pass, noise is a warning, other states are named."""
 
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -20,6 +21,7 @@ from tests.server.prompts import random_prompts
 from hashtap.errors import UsageError
 from hashtap.recompute import FOREIGN_RUN, spread
 from hashtap.report import Report
+from hashtap.set_aside import add_set_aside
 from hashtap.verify import verify
 from hashtap_kernels.layout import HEADER_BYTES, Dtype, Geometry
 
@@ -311,8 +313,20 @@ def test_ids_that_the_model_does_not_have(tmp_path: Path) -> None:
     whole = whole_model(0)
     whole.resize_token_embeddings(min(PROMPTS[1]))
     whole.save_pretrained(small)
-    with pytest.raises(UsageError, match=r"cannot compute the 5 tokens of [0-9a-f]{32}: .* leave out --recompute"):
-        verify(capture(tmp_path / "captures", prompts=PROMPTS[1:2]), recompute=small)
+    captures = capture(tmp_path / "captures", prompts=PROMPTS[1:2])
+    report = verify(captures, recompute=small)
+    (problem,) = report.problems
+    assert re.search(r"cannot compute the 5 tokens of [0-9a-f]{32}: ", str(problem))
+    assert (report.recomputed, report.recomputed_records) == ([], 0)
+    assert add_set_aside(captures, report.problems) == 0  # nothing is known to be wrong with the record
+
+
+def test_captures_of_several_weights(tmp_path: Path) -> None:
+    for epoch in ("e0", "e1"):
+        with Host(tmp_path, GEOMETRY, changes={"epoch": epoch}) as host:
+            host.capture(PROMPTS[1:2])
+    with pytest.raises(UsageError, match="captures of 2 weights: choose --epoch to recompute"):
+        verify(tmp_path, recompute=model())
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])

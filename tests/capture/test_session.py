@@ -439,17 +439,20 @@ def test_cached_rows_of_other_weights_are_nobodys(tmp_path: Path) -> None:
     first = prompt(1, 100)
     others = [first[:50] + prompt(seed, 20) for seed in (2, 3, 4)]
 
-    def serve(rid: str, ids: list[int], prefix: int) -> str:
-        tracked = host.admit(rid, ids)
+    def serve(rid: str, ids: list[int], prefix: int, **more: Any) -> str:
+        tracked = host.admit(rid, ids, **more)
         host.forward((rid, ids[prefix:], prefix))
         return tracked.state
 
     assert [serve("old", first, 0), serve("shares", others[0], 50)] == ["captured", "captured"]
+    waiting = host.admit("waiting", others[1])
     host.session.end_epoch()
     host.session.begin_epoch("e1", cache_is_empty=False)
+    assert waiting.state == NEEDS_RECOMPUTE
     assert serve("first", first, 50) == NEEDS_RECOMPUTE
-    assert serve("past the cache", first, 0) == "captured"
+    assert serve("past the cache", first, 0, past_cache=True) == "captured"
     assert serve("stale", others[1], 50) == NEEDS_RECOMPUTE
+    assert serve("its later chunks may be", others[1], 0) == NEEDS_RECOMPUTE
     host.session.cache_flushed()
     assert [serve("fresh", first, 0), serve("shares again", others[2], 50)] == ["captured", "captured"]
     host.close()
@@ -457,6 +460,23 @@ def test_cached_rows_of_other_weights_are_nobodys(tmp_path: Path) -> None:
     assert sorted(len(capture) for capture in reader) == [70, 100]
     for ids in (first, others[2]):
         assert_captured(reader, ids)
+
+
+def test_nothing_is_captured_while_weights_move(host: Host) -> None:
+    """An update in several steps, between which somebody writes to the weights."""
+    waiting, ids = host.admit("waits", prompt(1, 30)), prompt(2, 30)
+    host.session.end_epoch()
+    host.session.begin_epoch("e1", cache_is_empty=True, weights_move=True)
+    late = host.admit("late", ids)
+    host.forward(("waits", prompt(1, 30), 0), ("late", ids, 0))
+    assert {(one.state, one.reason) for one in (waiting, late)} == {("incomplete", "the weights are being updated")}
+    host.session.begin_epoch("e2", cache_is_empty=True)
+    again = host.admit("again", ids)
+    host.forward(("again", ids, 0))
+    assert again.state == "captured"
+    reader = host.close()
+    assert len(reader) == 1
+    assert_captured(reader, ids)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Of each key the first complete record counts, whatever became of those before it and of their donors."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hashtap.shard import RECORD_COLUMNS
@@ -75,11 +75,13 @@ def assert_readable(records: list[Record], found: dict[int, int]) -> None:
 NUMBERS = [st.integers(0, 4), st.integers(1, 4), st.integers(0, 4)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*NUMBERS, st.integers(0, 4)), max_size=12))
 def test_what_counts_can_be_read(records: list[Record]) -> None:
     assert_readable(records, counting(records))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*NUMBERS, st.integers(0, 4)).map(lambda one: (one[0] + one[3] + 1, *one[1:])), max_size=12))
 def test_without_circles_the_first_that_can_be_read_counts(records: list[Record]) -> None:
     found = counting(records)

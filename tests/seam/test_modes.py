@@ -38,6 +38,7 @@ PLAIN: dict[str, Any] = {
     "enable_lmcache": False,
     "enable_flexkv": False,
     "radix_cache_backend": None,
+    "enable_unified_cache_external_linker": False,
     "disable_radix_cache": True,
     "watchdog_timeout": 300,
 }
@@ -143,7 +144,14 @@ def test_refused(option: str, value: Any, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "radix_cache_backend"]
+    "option",
+    [
+        "enable_hierarchical_cache",
+        "enable_lmcache",
+        "enable_flexkv",
+        "radix_cache_backend",
+        "enable_unified_cache_external_linker",
+    ],
 )
 @pytest.mark.cell(
     "prefix cache on, hierarchical or external", "refused", "at start: what it brings back may be of other weights"

@@ -71,12 +71,12 @@ def test_impatient_client(busy: Served, reference: Reference) -> None:
     busy.check(reference, prompt)
 
     def ended() -> bool:
-        """Each attempt was captured, the first as the record, or SGLang aborted it as its client had gone."""
+        """Each attempt that arrived was captured, the first as the record, or aborted as its client had gone."""
         seen = busy.counters() - before
-        whole = seen["captured"] == 1 + seen["duplicates"]
-        return seen["admitted"] == 4 == seen["captured"] + seen["aborted"] and whole
+        return seen["admitted"] == seen["captured"] + seen["aborted"] and seen["captured"] == 1 + seen["duplicates"]
 
-    wait_until(ended, 60, "all four attempts to be counted")
+    wait_until(ended, 60, "all attempts to be counted")
+    assert 1 <= (busy.counters() - before)["admitted"] <= 4
     assert not Reader(busy.captures).duplicates
 
 
@@ -105,16 +105,16 @@ def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> No
 
 @pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
 def test_pause_between_chunks_restarts_the_record(busy: Served, reference: Reference) -> None:
-    (prompt,) = random_prompts([3900], seed=45)
+    prompts = random_prompts([3900] * 6, seed=45)
     before = busy.counters()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(busy.server.generate, prompt)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(busy.server.generate, prompt) for prompt in prompts]
         wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first chunk")
         httpx.post(f"{busy.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
         httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
-        assert receipt(answer.result())["rows"] == len(prompt)
-    assert (busy.counters() - before)["restarted"] == 1
-    busy.check(reference, prompt)
+        assert [receipt(answer.result())["rows"] for answer in answers] == [3900] * 6
+    assert (busy.counters() - before)["restarted"] > 0
+    busy.check(reference, *prompts)
 
 
 @pytest.mark.cell(

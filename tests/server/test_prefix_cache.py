@@ -14,6 +14,7 @@ from tests.server.waiting import wait_until
 
 from hashtap.identity import PAST_THE_CACHE
 from hashtap.reader import Reader
+from hashtap.releases import installed_sglang, predates
 from hashtap.verify import verify
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -181,3 +182,15 @@ def test_whatever_changes_the_weights_begins_an_epoch(cached: Served) -> None:
     assert updates() - before == 2
     post(cached, "/weights_checker", {"action": "reset_tensors"})
     assert updates() - before == 3
+
+
+@pytest.mark.skipif(predates(installed_sglang()[0], "0.5.23"), reason="there is no such update")
+@pytest.mark.cell("an update of the weights in several steps", "marked", "`incomplete` until its end, then a new epoch")
+def test_nothing_is_captured_while_weights_move(cached: Served) -> None:
+    (prompt,) = random_prompts([60], seed=55)
+    post(cached, "/begin_weight_update", {"selector": "all"})
+    said = receipt(cached.server.generate(prompt))
+    assert (said["state"], said["reason"]) == ("incomplete", "the weights are being updated")
+    post(cached, "/end_weight_update")
+    post(cached, "/flush_cache")
+    assert receipt(cached.server.generate(prompt))["state"] == "captured"

@@ -179,6 +179,16 @@ def test_the_same_without_files_and_in_another_process(pre: Path) -> None:
             assert_equal(source[index][name], value)
 
 
+def test_other_weights_that_come_later_change_nothing(tmp_path: Path) -> None:
+    source = TrainerSource(capture(tmp_path, final_norm="pre"), "speculators")
+    with Host(tmp_path, changes={"final_norm": "pre", "epoch": "weights-2"}, threads=1) as host:
+        host.capture(PROMPTS)
+    for index, prompt in enumerate(PROMPTS[:3]):
+        for each in (source, pickle.loads(pickle.dumps(source))):
+            assert each.token_ids(index).tolist() == prompt
+            assert len(each.view(index).states) == len(prompt)
+
+
 def test_row_p_belongs_to_token_p(tmp_path: Path) -> None:
     """Nothing is shifted: ids 0 to 9, states that say their position, a mask that differs at each end."""
     ids = list(range(10))

@@ -79,7 +79,7 @@ class TrainerSource(Dataset[Fields]):
     def view(self, index: int) -> View:
         """Sample ``index``, its states in memory of their own. FormatError when its frames are damaged."""
         sample = self.samples[index]
-        capture = self._open().by_key(sample.key)
+        capture = self._open().by_key(sample.key, self.facts.epoch)
         ids = self._ids(capture, sample)
         states = capture.tensor()
         if self._layers is not None:
@@ -98,7 +98,7 @@ class TrainerSource(Dataset[Fields]):
     def token_ids(self, index: int) -> npt.NDArray[np.int64]:
         """The token ids of sample ``index``, int64 ``[T]``. FormatError when its frames are damaged."""
         sample = self.samples[index]
-        return self._ids(self._open().by_key(sample.key), sample)
+        return self._ids(self._open().by_key(sample.key, self.facts.epoch), sample)
 
     def loss_mask(self, index: int) -> npt.NDArray[np.int64] | None:
         """The loss mask of sample ``index``, int64 ``[T]`` of 0 and 1; None where it has none."""
@@ -119,7 +119,7 @@ class TrainerSource(Dataset[Fields]):
     def _open(self) -> Reader:
         """What it reads from; opened anew in every process that it is sent to."""
         if self._reader is None:
-            self._reader = Reader(self.directory, epoch=self.choice.epoch)
+            self._reader = Reader(self.directory, epoch=self.facts.epoch)
         return self._reader
 
     def _norm(self) -> FinalNorm | None:
