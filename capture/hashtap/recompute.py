@@ -132,8 +132,9 @@ class Recomputer:
         captured = capture.tensor()
         try:
             columns = []
-            for layer, computed in enumerate(self._states(capture)):  # one at a time: float32 takes twice the memory
-                away = (captured[:, layer].float() - computed.float()).norm(dim=-1) / computed.float().norm(dim=-1)
+            for layer, states in enumerate(self._states(capture)):  # one at a time: float32 takes twice the memory
+                computed = states.float()
+                away = (captured[:, layer].float() - computed).norm(dim=-1) / computed.norm(dim=-1)
                 # A row that is no number, or computed as zero, is like no other; JSON has no infinity.
                 columns.append(away.nan_to_num(nan=1e9, posinf=1e9).numpy())
             return columns

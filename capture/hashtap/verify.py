@@ -59,7 +59,8 @@ def verify(
         trust_remote_code: run code that comes with this model.
 
     Raises:
-        UsageError: when it is no capture directory, or the model cannot be loaded or is another one.
+        UsageError: when it is no capture directory, the model cannot be loaded or is another one, or it would be
+            compared with captures of several weights.
     """
     started = time.perf_counter()
     reader = Reader(directory, epoch=epoch, strict=False, cache=False)
