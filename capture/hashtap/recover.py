@@ -11,8 +11,9 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -70,6 +71,7 @@ def recover(
     Raises:
         UsageError: when the directory cannot be listed.
     """
+    catalogs = cache(lambda epoch: Catalog(directory, epoch, cache=False))  # thousands of shards take seconds to read
     found = []
     for partial in directory.partials():
         try:
@@ -81,7 +83,7 @@ def recover(
         try:
             if why := _may_live(partial, descriptor, other_hosts):
                 found.append(Recovery(partial.name, "live", why))
-            elif partial.exists() and (done := _recover(directory, partial, descriptor, like)):
+            elif partial.exists() and (done := _recover(directory, partial, descriptor, like, catalogs)):
                 found.append(done)
         except (OSError, FormatError) as error:  # FormatError: nobody can tell which records are set aside
             found.append(Recovery(partial.name, "failed", str(error)))
@@ -157,7 +159,13 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _recover(directory: CaptureDirectory, partial: Path, descriptor: int, like: ShardFacts | None) -> Recovery | None:
+def _recover(
+    directory: CaptureDirectory,
+    partial: Path,
+    descriptor: int,
+    like: ShardFacts | None,
+    catalogs: Callable[[str], Catalog],
+) -> Recovery | None:
     target = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
     size = os.fstat(descriptor).st_size
     try:
@@ -175,7 +183,7 @@ def _recover(directory: CaptureDirectory, partial: Path, descriptor: int, like: 
     frames, torn = whole_frames(data[frames_at:], facts)
     records: list[tuple[int, ...]] = []
     if not target.exists():  # it does after a recovery that was killed before its end
-        records = whole_records(frames, facts, _sealed(directory, facts.epoch))
+        records = whole_records(frames, facts, _sealed(catalogs(facts.epoch)))
         # Frames without a record are of use to one that goes on in a later file of the same writer.
         goes_on = any(_run_of(later) == _run_of(partial) for later in directory.partials() if later > partial)
         if frames and (records or goes_on):
@@ -208,9 +216,8 @@ def _run_of(partial: Path) -> str:
     return partial.name.rpartition("-")[0]
 
 
-def _sealed(directory: CaptureDirectory, epoch: str) -> Catalog:
-    """What is sealed of these weights."""
-    catalog = Catalog(directory, epoch, cache=False)
+def _sealed(catalog: Catalog) -> Catalog:
+    """The catalog as it is now."""
     catalog.refresh()
     return catalog
 

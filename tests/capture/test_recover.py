@@ -18,7 +18,7 @@ from hashtap.reader import Reader
 from hashtap.recover import Recovery, recover
 from hashtap.report import Problem
 from hashtap.set_aside import SET_ASIDE_NAME, add_set_aside
-from hashtap.shard import unsealed_facts
+from hashtap.shard import read_shard, unsealed_facts
 from hashtap.verify import verify
 
 TABLE = np.full((4, 72), 120, np.uint8)
@@ -267,6 +267,24 @@ def test_what_others_have_sealed_is_not_listed_again(tmp_path: Path) -> None:
         host.capture(PROMPTS[:2])
     assert recovered(tmp_path).records == 2
     assert_captured(tmp_path, PROMPTS)
+
+
+def test_several_files_with_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is listed once, and each sealed shard read once, not once a file."""
+    path, others = tmp_path / "captures", tmp_path / "others"
+    others.mkdir()
+    with Host(path) as host:
+        host.capture(PROMPTS[:1])
+    for _ in range(3):
+        partial = die(path, PROMPTS)
+        partial.rename(others / partial.name)
+    for partial in others.iterdir():
+        partial.rename(path / partial.name)
+    read: list[Path] = []
+    monkeypatch.setattr("hashtap.catalog.read_shard", lambda shard: (read.append(shard), read_shard(shard))[1])
+    assert [recovery.records for recovery in recover(host.directory)] == [3, 0, 0]
+    assert sorted(read) == host.directory.shards()
+    assert_captured(path, PROMPTS)
 
 
 def test_what_is_set_aside_is_listed_again(tmp_path: Path) -> None:
