@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
 from tests.server.conftest import CHUNK_TOKENS, Served, served
 from tests.server.prompts import random_prompts, receipt
 from tests.server.waiting import wait_until
@@ -42,7 +41,7 @@ def abort_at_random(server: Served, times: int, seed: int) -> dict[str, int]:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.server.generate, prompt, rid=rid)
             time.sleep(moment * patience_s)
-            httpx.post(f"{server.server.url}/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
+            server.post("/abort_request", {"rid": rid})
             return answer.result()
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from bench.server import Server
 from tests import models
@@ -50,6 +52,21 @@ class Served:
         for prompt, capture in zip(prompts, self.captured(*prompts), strict=True):
             assert capture.token_ids.tolist() == prompt
             assert_same_states(capture.tensor(), reference.states(prompt), self.boundaries)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's answer, which must be a good one; parsed where it is JSON."""
+        answer = httpx.post(self.server.url + path, json=body or {}, timeout=300)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.headers.get("content-type") == "application/json" else answer.text
+
+    @contextmanager
+    def paused(self, mode: str) -> Iterator[None]:
+        """Meanwhile it generates nothing."""
+        self.post("/pause_generation", {"mode": mode})
+        try:
+            yield
+        finally:
+            self.post("/continue_generation")
 
     def counters(self) -> Counter[str]:
         """What its (first) rank has counted since its start."""

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -70,14 +69,14 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def generate(served: Served, prompt: list[int], adapter: str | None) -> Any:
     params = {"max_new_tokens": 2, "temperature": 0, "custom_params": {"hashtap": True}}
     body = {"input_ids": prompt, "sampling_params": params, "lora_path": adapter}
-    return httpx.post(f"{served.server.url}/generate", json=body, timeout=120).raise_for_status().json()
+    return served.post("/generate", body)
 
 
 @pytest.mark.cell("LoRA adapters", "refused", "prompts that go through one, also one that was loaded later")
 @pytest.mark.cell("beside LoRA adapters", "exact", "the base model's prompts, in the same batches")
 def test_base_and_adapter_in_one_batch(adapted: Served, reference: Reference, tmp_path: Path) -> None:
     loaded = {"lora_name": "ad2", "lora_path": str(make_adapter(tmp_path / "ad2", 2))}
-    httpx.post(f"{adapted.server.url}/load_lora_adapter", json=loaded, timeout=120).raise_for_status()
+    adapted.post("/load_lora_adapter", loaded)
     prompts = random_prompts([40, 200, 90, 300] * 3, seed=110)
     adapters = [None, "ad1", None, "ad2", None, None, "ad1", "ad2", None, "ad1", None, None]
     with ThreadPoolExecutor(12) as pool:

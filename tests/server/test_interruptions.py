@@ -28,7 +28,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def ask(served: Served, prompt: list[int], priority: int = 0, new_tokens: int = 1) -> Any:
     params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": {"hashtap": True}}
     body = {"input_ids": prompt, "priority": priority, "sampling_params": params}
-    return httpx.post(f"{served.server.url}/generate", json=body, timeout=300).raise_for_status().json()
+    return served.post("/generate", body)
 
 
 @pytest.mark.cell("aborts before, in and after every chunk", "exact", "whole records or none; `make aborts`: 1,000")
@@ -52,7 +52,7 @@ def test_an_abort_takes_all_that_begin_alike(busy: Served, reference: Reference)
             for p, r in zip(prompts, rids, strict=True)
         ]
         wait_until(lambda: (busy.counters() - before)["admitted"] == 11, 30, "all to arrive")
-        httpx.post(f"{busy.server.url}/abort_request", json={"rid": "s-1"}, timeout=60).raise_for_status()
+        busy.post("/abort_request", {"rid": "s-1"})
         ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert "abort" in ended
     assert ended[-1] != "abort"
@@ -82,6 +82,7 @@ def test_impatient_client(busy: Served, reference: Reference) -> None:
 
 @pytest.mark.cell("pause: abort", "exact", "whole records or none")
 @pytest.mark.cell("pause: retract", "exact", "prompts begin anew: one record from one pass")
+@pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
 @pytest.mark.cell("pause: in place", "exact", "prompts go on where they stood")
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> None:
@@ -91,30 +92,14 @@ def test_pause_and_continue(busy: Served, reference: Reference, mode: str) -> No
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(busy.server.generate, prompt, max_new_tokens=20) for prompt in prompts]
         wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first rows")
-        try:
-            httpx.post(f"{busy.server.url}/pause_generation", json={"mode": mode}, timeout=60).raise_for_status()
-        finally:
-            httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        with busy.paused(mode):
+            pass
         found = [answer.result() for answer in answers]
     whole = [p for p, a in zip(prompts, found, strict=True) if a["meta_info"]["finish_reason"]["type"] != "abort"]
     assert mode == "abort" or whole == prompts
     assert (busy.counters() - before)["restarted"] > 0 if mode == "retract" else True
     busy.check(reference, *whole)
     assert not Reader(busy.captures).incomplete
-
-
-@pytest.mark.cell("pause between two chunks", "exact", "`retract`: the record begins anew, of one pass")
-def test_pause_between_chunks_restarts_the_record(busy: Served, reference: Reference) -> None:
-    prompts = random_prompts([3900] * 6, seed=45)
-    before = busy.counters()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(busy.server.generate, prompt) for prompt in prompts]
-        wait_until(lambda: (busy.counters() - before)["rows"] > 0, 60, "the first chunk")
-        httpx.post(f"{busy.server.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
-        httpx.post(f"{busy.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
-        assert [receipt(answer.result())["rows"] for answer in answers] == [3900] * 6
-    assert (busy.counters() - before)["restarted"] > 0
-    busy.check(reference, *prompts)
 
 
 @pytest.mark.cell(

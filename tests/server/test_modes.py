@@ -84,8 +84,7 @@ def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         first = receipt(server.server.generate(prompt))["epoch"]
         body = {"model_path": str(models.llama(seed=1))}
-        answer = httpx.post(f"{server.server.url}/update_weights_from_disk", json=body, timeout=120).json()
-        assert answer["success"]
+        assert server.post("/update_weights_from_disk", body)["success"]
         second = receipt(server.server.generate(prompt))["epoch"]
         assert second.endswith("+1")
         assert second.partition("+")[0] != first
@@ -93,8 +92,7 @@ def test_new_weights_are_a_new_epoch(tmp_path: Path) -> None:
         key = {"keys": [prompt_key(prompt).hex()]}
 
         def sealed() -> bool:
-            answer = httpx.post(f"{server.server.url}/hashtap/sealed", json=key, timeout=30).json()
-            return bool(answer["sealed"])
+            return bool(server.post("/hashtap/sealed", key)["sealed"])
 
         wait_until(sealed, 30, "the second record to be sealed")
         half_done(server, models.llama())
@@ -110,9 +108,8 @@ def half_done(server: Served, model: Path) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(server.server.generate, prompt) for prompt in prompts]
         wait_until(lambda: (server.counters() - before)["rows"] > 0, 60, "the first chunk")
-        httpx.post(f"{server.server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
-        httpx.post(f"{server.server.url}/update_weights_from_disk", json={"model_path": str(model)}, timeout=120)
-        httpx.post(f"{server.server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        with server.paused("in_place"):
+            assert server.post("/update_weights_from_disk", {"model_path": str(model)})["success"]
         found = [receipt(answer.result()) for answer in answers]
     (cut,) = [prompt for prompt, one in zip(prompts, found, strict=True) if one["state"] != "captured"]
     (said,) = [one for one in found if one["state"] != "captured"]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from bench.server import Server
 from tests import models
@@ -40,11 +39,6 @@ def check(served: Served, reference: Reference, *prompts: list[int]) -> None:
     for prompt, capture in zip(prompts, served.captured(*prompts), strict=True):
         assert capture.token_ids.tolist() == prompt
         assert_same_states(capture.tensor(), reference.states(prompt), BOUNDARIES)
-
-
-def post(served: Served, path: str, body: dict[str, Any] | None = None) -> Any:
-    answer = httpx.post(served.server.url + path, json=body or {}, timeout=120).raise_for_status()
-    return answer.json() if answer.headers.get("content-type") == "application/json" else None
 
 
 def computed(answer: dict[str, object]) -> int:
@@ -144,14 +138,14 @@ def test_the_cache_of_old_weights_serves_no_capture(cached: Served) -> None:
     first, stale, fresh = (shared + tail for tail in tails)
     assert receipt(cached.server.generate(first))["state"] == "captured"
     body = {"model_path": str(models.llama(seed=1)), "flush_cache": False}
-    assert post(cached, "/update_weights_from_disk", body)["success"]
+    assert cached.post("/update_weights_from_disk", body)["success"]
     assert receipt(cached.server.generate(first))["state"] == "needs recompute"
     again = receipt(cached.server.generate(first, extra_key=PAST_THE_CACHE + "1"))
     assert again["state"] == "captured"
     answer = cached.server.generate(stale)
     assert computed(answer) == 21  # behind rows of the old weights
     assert receipt(answer)["state"] == "needs recompute"
-    post(cached, "/flush_cache")
+    cached.post("/flush_cache")
     answers = [cached.server.generate(prompt) for prompt in (first, fresh)]
     assert [computed(answer) for answer in answers] == [220, 22]
     assert {receipt(answer)["state"] for answer in answers} == {"captured"}
@@ -175,12 +169,12 @@ def test_whatever_changes_the_weights_begins_an_epoch(cached: Served) -> None:
         return int(cached.server.get("/hashtap/info")["epoch"].partition("+")[2] or 0)
 
     before = updates()
-    post(cached, "/weights_checker", {"action": "checksum"})
+    cached.post("/weights_checker", {"action": "checksum"})
     for tags in (["kv_cache"], ["weights"], None):
-        post(cached, "/release_memory_occupation", {"tags": tags})
-        post(cached, "/resume_memory_occupation", {"tags": tags})
+        cached.post("/release_memory_occupation", {"tags": tags})
+        cached.post("/resume_memory_occupation", {"tags": tags})
     assert updates() - before == 2
-    post(cached, "/weights_checker", {"action": "reset_tensors"})
+    cached.post("/weights_checker", {"action": "reset_tensors"})
     assert updates() - before == 3
 
 
@@ -188,9 +182,9 @@ def test_whatever_changes_the_weights_begins_an_epoch(cached: Served) -> None:
 @pytest.mark.cell("an update of the weights in several steps", "marked", "`incomplete` until its end, then a new epoch")
 def test_nothing_is_captured_while_weights_move(cached: Served) -> None:
     (prompt,) = random_prompts([60], seed=55)
-    post(cached, "/begin_weight_update", {"selector": "all"})
+    cached.post("/begin_weight_update", {"selector": "all"})
     said = receipt(cached.server.generate(prompt))
     assert (said["state"], said["reason"]) == ("incomplete", "the weights are being updated")
-    post(cached, "/end_weight_update")
-    post(cached, "/flush_cache")
+    cached.post("/end_weight_update")
+    cached.post("/flush_cache")
     assert receipt(cached.server.generate(prompt))["state"] == "captured"

@@ -20,16 +20,10 @@ pytestmark = pytest.mark.server
 TAG = {"hashtap": True}
 
 
-def post(served: Served, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(f"{served.server.url}{path}", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def generate(served: Served, prompt: Any, sampling: dict[str, Any] | None = None, **more: Any) -> Any:
     """The answer to a tagged ``/generate``, with any fields."""
     params = {"max_new_tokens": 1, "temperature": 0, "custom_params": TAG, **(sampling or {})}
-    return post(served, "/generate", {"input_ids": prompt, "sampling_params": params, **more})
+    return served.post("/generate", {"input_ids": prompt, "sampling_params": params, **more})
 
 
 @pytest.mark.cell("one request", "exact", "`/generate` with token ids; rows as transformers computes them")
@@ -98,11 +92,9 @@ def test_a_rid_that_is_in_use(llama: Served, reference: Reference) -> None:
 def test_text(llama: Served, reference: Reference) -> None:
     text, completion = random_prompts([30, 32], seed=74)
     words = [" ".join(f"t{token}" for token in prompt) for prompt in (text, completion)]
-    answer = post(
-        llama, "/generate", {"text": words[0], "sampling_params": {"max_new_tokens": 1, "custom_params": TAG}}
-    )
+    answer = llama.post("/generate", {"text": words[0], "sampling_params": {"max_new_tokens": 1, "custom_params": TAG}})
     assert receipt(answer)["rows"] == 30
-    answer = post(llama, "/v1/completions", {"model": "x", "max_tokens": 1, "custom_params": TAG, "prompt": words[1]})
+    answer = llama.post("/v1/completions", {"model": "x", "max_tokens": 1, "custom_params": TAG, "prompt": words[1]})
     assert "hashtap" not in json.dumps(answer)
     llama.check(reference, text, completion)
 
@@ -114,7 +106,7 @@ def test_text(llama: Served, reference: Reference) -> None:
 @pytest.mark.cell("input embeddings", "refused", "`input_embeds`; SGLang makes up the ids")
 def test_states_that_depend_on_more_than_the_ids(llama: Served) -> None:
     (prompt,) = random_prompts([50], seed=75)
-    session = post(llama, "/open_session", {"capacity_of_str_len": 1000})
+    session = llama.post("/open_session", {"capacity_of_str_len": 1000})
     refused = {
         "cache salt": {"cache_salt": "a"},
         "extra_key": {"extra_key": "a"},
@@ -127,7 +119,7 @@ def test_states_that_depend_on_more_than_the_ids(llama: Served) -> None:
         assert reason in answer["reason"]
     embedded = [[0.01 * ((row + column) % 7) for column in range(256)] for row in range(50)]
     params = {"max_new_tokens": 1, "custom_params": TAG}
-    answer = post(llama, "/generate", {"input_embeds": embedded, "sampling_params": params})
+    answer = llama.post("/generate", {"input_embeds": embedded, "sampling_params": params})
     assert receipt(answer)["state"] == "refused"
     assert prompt_key(prompt) not in Reader(llama.captures)
     assert prompt_key([1] * 50) not in Reader(llama.captures)

@@ -44,10 +44,6 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def post(served: Served, path: str, body: dict[str, Any]) -> Any:
-    return httpx.post(f"{served.server.url}{path}", json=body, timeout=120).raise_for_status().json()
-
-
 @pytest.mark.cell("warm-ups of one's own", "exact", "`--warmups`, with `--capture-requests all`: none is captured")
 def test_warm_ups_come_to_nothing(everything: Served) -> None:
     assert "Running warmup long_and_short" in everything.server.log_text()
@@ -70,14 +66,14 @@ def test_half_the_traffic_is_other_peoples(everything: Served, reference: Refere
         body = {"model": "x", "max_tokens": 3}
         match number % 4:
             case 0:
-                post(everything, "/v1/completions", {**body, "prompt": words})
+                everything.post("/v1/completions", {**body, "prompt": words})
             case 1:
-                post(everything, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": words}]})
+                everything.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": words}]})
             case 2:
                 everything.server.generate(theirs[number], custom_params=None, max_new_tokens=5)
             case 3:
                 score = {"query": words, "items": ["t9", "t10 t11"], "label_token_ids": [5, 6], "model": "x"}
-                post(everything, "/v1/score", score)
+                everything.post("/v1/score", score)
 
     with ThreadPoolExecutor(16) as pool:
         strangers = [pool.submit(others, number) for number in range(20)]
@@ -98,8 +94,8 @@ def test_a_chat_brings_its_receipt(everything: Served, reference: Reference) -> 
     (prompt,) = random_prompts([31], seed=104)
     body: dict[str, Any] = {"model": "x", "max_tokens": 1, "custom_params": {"hashtap": True}}
     body |= {"messages": [{"role": "user", "content": " ".join(f"t{token}" for token in prompt)}]}
-    assert "hashtap" not in json.dumps(post(everything, "/v1/chat/completions", body))
-    answer = post(everything, "/v1/chat/completions", body | {"return_meta_info": True})
+    assert "hashtap" not in json.dumps(everything.post("/v1/chat/completions", body))
+    answer = everything.post("/v1/chat/completions", body | {"return_meta_info": True})
     assert receipt(answer["choices"][0])["key"] == prompt_key(prompt).hex()
     everything.check(reference, prompt)
 
