@@ -26,13 +26,14 @@ from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 15
-PROMPTS = 12  # a round: short turns, since the machine's own speed wanders from minute to minute
+ROUNDS = 10
+PROMPTS = 6  # a round: short turns, since the machine's own speed wanders from minute to minute
 LENGTHS = Lengths(50, 900)
-IN_FLIGHT = 8
+IN_FLIGHT = 4
+DECODE_TOKENS = 16
 SHORT_REQUESTS = (500, 2000)  # the memory of the first is compared with that of the second
 # All of one length: torch keeps memory for every new number of rows, a plain server 335 MB over prompts of 8 to 63.
-SHORT_TOKENS = 32
+SHORT_TOKENS = 8
 SEAL_AFTER_S = 5
 # A small cache, which the first requests touch as a whole: otherwise its pages would count as growth.
 FLAGS = ("--device", "cpu", "--chunked-prefill-size", "2048", "--max-total-tokens", "8192")
@@ -45,7 +46,8 @@ def measure() -> Measured:
     prompts = text_prompts(model, (ROUNDS + 1) * PROMPTS, LENGTHS)
     parts = [prompts[start : start + PROMPTS] for start in range(0, len(prompts), PROMPTS)]
     case = Case(str(model), Path(), FLAGS, CAPTURE_FLAGS)
-    record = measure_server(case, parts[0], parts[1:], Plan(rounds=ROUNDS, in_flight=IN_FLIGHT), Options(), print)
+    plan = Plan(rounds=ROUNDS, in_flight=IN_FLIGHT, decode_tokens=DECODE_TOKENS)
+    record = measure_server(case, parts[0], parts[1:], plan, Options(), print)
     memory = growth(model)
     aux, capturing, asked = record["against"]["aux"], record["sides"]["hashtap"], record["asked"]
     rates = Rates(prefill_tokens_per_s=record["sides"]["plain"]["tokens_per_s"]["median"])
