@@ -13,8 +13,8 @@ __all__ = ["from_planes", "to_planes"]
 U8Array = npt.NDArray[np.uint8]
 U16Array = npt.NDArray[np.uint16]
 
-# Rows that stay in the cache between the steps.
-_BLOCK_BYTES = 1 << 18
+# Rows that stay in the cache between the steps; with fewer of them threads wait for each other's interpreter lock.
+_BLOCK_BYTES = 1 << 19
 _ONE, _BYTE, _TO_TOP = np.uint16(1), np.uint16(8), np.uint16(15)
 
 
