@@ -26,8 +26,8 @@ from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 10
-PROMPTS = 6  # a round: short turns, since the machine's own speed wanders from minute to minute
+ROUNDS = 12
+PROMPTS = 8  # a round: short turns, since the machine's own speed wanders from minute to minute
 LENGTHS = Lengths(50, 900)
 IN_FLIGHT = 4
 DECODE_TOKENS = 16
