@@ -2,7 +2,8 @@
 
 On a CPU, without a server. A cost is of a token, a byte or a shard, so it should be flat: each that is not must be
 explained in ``REASONS``, with the steepest slope that its reason covers, or the exit status is 1. The points of an axis
-take turns; what was captured is first verified and compared with what was sent. Writes a record and its plot.
+take turns; what was captured is first verified and compared with what was sent. All axes together leave
+a record and its plot.
 """
 
 import argparse
@@ -199,7 +200,7 @@ AXES: dict[str, Callable[[], list[Curve]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("axes", nargs="*", metavar="AXIS", help=f"which of {', '.join(AXES)} [all]")
-    parser.add_argument("--record", type=Path, default=ROOT / "bench" / "results" / "growth.json")
+    parser.add_argument("--record", type=Path, help="where to write the record [of all: bench/results/growth.json]")
     options = parser.parse_args()
     if unknown := set(options.axes) - set(AXES):
         parser.error(f"no axis is called {', '.join(sorted(unknown))}: choose from {', '.join(AXES)}")
@@ -210,8 +211,10 @@ def main() -> None:
         found += AXES[name]()
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     record["growth"] = [curve.record(REASONS.get(curve.cost)) for curve in found]
-    options.record.write_text(json.dumps(record, indent=1) + "\n")
-    draw(found, options.record)
+    path = options.record or (None if options.axes else ROOT / "bench" / "results" / "growth.json")
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        draw(found, path)
     print("\n".join(growth_rows(record)))
     sys.exit(any(row["why"] == "NOT EXPLAINED" for row in record["growth"]))
 

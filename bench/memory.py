@@ -9,6 +9,7 @@ from bench.figures import Figure, Measured
 from bench.shards import captures
 
 from hashtap.reader import Reader
+from hashtap.verify import verify
 
 PROMPTS = 200
 
@@ -30,6 +31,8 @@ def measure() -> Measured:
                 before = private_bytes(os.getpid())
             capture.read_into(out)
         read = private_bytes(os.getpid()) - before
+        if not verify(directory.path, quick=True).ok or len(reader) != 10 * count:
+            raise SystemExit(f"no figures without right captures: {len(reader)} of {10 * count}")
     return Measured(
         [
             Figure("memory.writer_growth_mb", written / 1e6, 10, at_least=False, unit="MB"),

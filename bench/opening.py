@@ -14,6 +14,7 @@ from hashtap.shard import sealed_header, trailer_words
 from hashtap_kernels.layout import Geometry
 
 SHARDS = 2400
+PROMPTS = 56  # of a shard
 
 
 def measure() -> Measured:
@@ -27,6 +28,8 @@ def measure() -> Measured:
             reader = Reader(directory)
             seconds.append(time.perf_counter() - started)
         found = {"records": len(reader), "bytes": sum(shard.file_bytes for shard in reader.shards)}
+        if len(reader) != SHARDS * PROMPTS or reader.incomplete:
+            raise SystemExit(f"no figures without right captures: {found}, {len(reader.incomplete)} incomplete")
     return Measured(
         [
             Figure("opening.2400_cold_s", seconds[0], 20, at_least=False, unit="s"),
@@ -37,8 +40,8 @@ def measure() -> Measured:
 
 
 def sparse_shard(path: Path, number: int) -> None:
-    """A shard of 56 prompts of 1,000 tokens of 4 x 7,168, whose frames are a hole."""
-    geometry, prompts, tokens, pieces = Geometry(4, 7168), 56, 1000, 4
+    """A shard of prompts of 1,000 tokens of 4 x 7,168, whose frames are a hole."""
+    geometry, prompts, tokens, pieces = Geometry(4, 7168), PROMPTS, 1000, 4
     frame_bytes = (tokens // pieces * geometry.row_bytes * 2 // 3) // 64 * 64
     facts = ShardFacts(
         model="sparse",

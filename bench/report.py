@@ -1,15 +1,20 @@
 """docs/benchmarks.md, written from the records in bench/results: ``python bench/report.py``.
 
-Four kinds of record are known: those of bench/figures.py, of bench/growth.py, of ``hashtap bench server --json`` and of
-bench/micro, which pytest-benchmark makes. Whatever is there is reported, each with command, commit, machine and
-versions; nothing is typed in.
+Five kinds of record are known: those of bench/figures.py, of bench/growth.py, of ``hashtap bench server --json``, of
+bench/device/all.py, and of bench/micro, which pytest-benchmark makes. Whatever is there is reported, each with command,
+commit, machine and versions; nothing is typed in.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.figures import Figure
 
 from hashtap.bench.table import incomplete, ratio_rows, side_rows
 
@@ -17,6 +22,17 @@ __all__ = ["growth_rows", "main", "report"]
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
+# What hashtap must reach beside another side, by metric; a ratio below or above it by the end of its interval.
+SERVER_BARS = (
+    ("plain", "tokens_per_s", 0.98, True),
+    ("aux", "tokens_per_s", 0.98, True),
+    ("http", "tokens_per_s", 2.0, True),
+    ("dump", "tokens_per_s", 1.0, True),
+    ("plain", "ttft_p50_s", 1.05, False),
+    ("plain", "step_s", 1.02, False),
+)
+DUMP_BYTES_BAR = 1.4
+"""How many times hashtap's bytes a dump that does not compress must take."""
 HEAD = """# Benchmarks
 
 Written by `python bench/report.py` from the records in `bench/results`; do not edit it by hand. Every figure stands
@@ -73,16 +89,47 @@ def _server_rows(record: Record) -> Iterator[str]:
     yield ""
     yield from _table(ratio_rows(record))
     yield ""
+    yield from _bar_table(figure.line() for figure in _server_figures(record))
+    yield ""
     yield from (f"{line}." for line in incomplete(record))
     rounds = record["tokens_per_s"]["ratio_rounds"]
     yield f"hashtap ÷ plain in prompt tokens/s, round by round: {', '.join(f'{ratio:.3f}' for ratio in rounds)}."
 
 
+def _server_figures(record: Record) -> Iterator[Figure]:
+    """What of a server's ratios has a bar."""
+    against = record["against"]
+    for side, metric, bar, at_least in SERVER_BARS:
+        if side in against and metric in against[side]:
+            ratio = against[side][metric]
+            end = ratio["ratio_high" if at_least else "ratio_low"]
+            yield Figure(f"{metric}.over_{side}", ratio["ratio_median"], bar, at_least, interval_end=end)
+    if "dump" in against:
+        dump, hashtap = (record["sides"][name]["bytes"] for name in ("dump", "hashtap"))
+        yield Figure("bytes.of_dump_over_hashtap", dump / hashtap, DUMP_BYTES_BAR, at_least=True)
+
+
 def _figure_rows(record: Record) -> Iterator[str]:
-    lines = [line for part in record.values() if isinstance(part, dict) for line in part.get("figures", ())]
+    yield from _bar_table(
+        line for part in record.values() if isinstance(part, dict) for line in part.get("figures", ())
+    )
+
+
+def _bar_table(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as :meth:`bench.figures.Figure.line` makes them, as a table."""
     rows = [["figure", "value", "bar", ""]]
     for name, *value, sign, bar, verdict in map(str.split, lines):  # ``name value [unit] sign bar verdict``
         rows.append([name, " ".join(value), f"{sign} {bar}", verdict])
+    yield from _table(rows)
+
+
+def _device_rows(record: Record) -> Iterator[str]:
+    rows = [["figure", "value", "bar", ""]]
+    for bar in record["bars"]:
+        least, most = bar["least"], bar["most"]
+        wanted = "exact" if least is True else f">= {least}" if most is None else f"<= {most}"
+        verdict = {None: "open", True: "ok", False: "SHORT"}[bar["ok"]]
+        rows.append([bar["figure"], _cell(bar["value"]), wanted, verdict])
     yield from _table(rows)
 
 
@@ -124,6 +171,7 @@ KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Path, Record], str], Call
         lambda path, record: f"What capture costs a server: {record['model']}",
         _server_rows,
     ),
+    (lambda record: record.get("script") == "all", lambda path, record: "On a GPU", _device_rows),
     (lambda record: "growth" in record, lambda path, record: "How the cost grows", growth_rows),
     (lambda record: "benchmarks" in record, lambda path, record: f"Parts: {path.stem}", _pytest_rows),
     (

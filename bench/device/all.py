@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hashtap.bench.surroundings import surroundings
+
 HERE = Path(__file__).parent
 TOTAL_S = 345
 PARTS = 2 if DRY else 6
@@ -112,7 +114,8 @@ def main() -> None:
             print(f"{commands[0]}: {took_s:.0f} s", flush=True)
             scripts.append({"commands": commands, "took_s": took_s, "records": records})
     good = all(bar["ok"] is not False for bar in bars)
-    facts = {"script": "all", "dry": DRY, "ok": good, "took_s": time.monotonic() - began}
+    facts = surroundings(["python", "bench/device/all.py", *sys.argv[1:]]) | {"script": "all", "dry": DRY, "ok": good}
+    facts["took_s"] = time.monotonic() - began
     options.record.write_text(json.dumps(facts | {"bars": bars, "scripts": scripts}, indent=1) + "\n")
     print("\n".join(table(bars)), f"record: {options.record}", sep="\n")
     sys.exit(not good)

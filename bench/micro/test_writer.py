@@ -1,13 +1,13 @@
-"""The writer, from frames to sealed shards: one process beside bare zstd, two beside the disk; GB/s of states."""
+"""The writer, from frames to an open shard: one process beside bare zstd, two beside the disk; GB/s of states."""
 
 import mmap
 import os
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from bench.feed import Feed
-from bench.shards import captures, check, write
+from bench.shards import captures, check
 from bench.writing import bare_zstd
 
 from hashtap.directory import CaptureDirectory
@@ -19,9 +19,9 @@ PIECE_BYTES = 2 << 20  # of one write, as a shard's
 
 def test_one_writer(beside: Any, feed: Feed) -> None:
     check(feed)
-    with ExitStack() as directories:  # a new one each round, none removed before the last
+    with captures() as directory, closing(feed.open(directory, 1)) as writer:
         beside(
-            lambda: write(feed, directories.enter_context(captures()), 1, FRAMES),
+            lambda: feed.send(writer, FRAMES),
             "bare zstd",
             lambda: bare_zstd(feed, FRAMES),
             gigabytes=FRAMES * feed.rows.nbytes / 1e9,
@@ -32,11 +32,11 @@ def test_two_writers(beside: Any, feed: Feed, captured: CaptureDirectory) -> Non
     check(feed)
     reader = Reader(captured)
     stored = sum(shard.file_bytes for shard in reader.shards) * FRAMES // len(reader)
-    with ExitStack() as directories:
+    with captures() as directory, closing(feed.open(directory, 2)) as writer:
         beside(
-            lambda: write(feed, directories.enter_context(captures()), 2, FRAMES),
+            lambda: feed.send(writer, FRAMES),
             "raw disk",
-            lambda: write_past_the_cache(directories.enter_context(captures()).path / "raw", stored),
+            lambda: write_past_the_cache(directory.path / "raw", stored),
             gigabytes=FRAMES * feed.rows.nbytes / 1e9,
         )
 

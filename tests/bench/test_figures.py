@@ -19,11 +19,31 @@ def made(values: list[float], *, once: bool = False) -> tuple[Figure, int]:
         ([0.95, 0.96, 1.2], 0.96, 3, False),
         ([0.5], 0.5, 1, False),
     ],
-    ids=["reached", "noise", "just short", "out of reach"],
+    ids=["reached", "noise", "just short", "far off"],
 )
 def test_what_falls_just_short_is_measured_again(values: list[float], value: float, runs: int, ok: bool) -> None:
     figure, made_times = made(values)
     assert (figure.value, made_times, figure.ok) == (value, runs, ok)
+
+
+@pytest.mark.parametrize(
+    ("value", "bar", "at_least", "end", "ok", "doubtful"),
+    [
+        (0.17, 0.15, False, None, False, True),
+        (0.25, 0.15, False, None, False, False),
+        (310.0, 300.0, False, None, False, True),
+        (350.0, 300.0, False, None, False, False),
+        (0.7, 0.98, True, 0.97, False, True),
+        (0.7, 0.98, True, 0.99, True, False),
+        (1.5, 1.05, False, 1.04, True, False),
+    ],
+)
+def test_what_is_just_short(
+    value: float, bar: float, at_least: bool, end: float | None, ok: bool, doubtful: bool
+) -> None:
+    """Of the end of the interval that decides, where there is one."""
+    figure = Figure("f", value, bar, at_least, interval_end=end)
+    assert (figure.ok, figure.doubtful) == (ok, doubtful)
 
 
 def test_once() -> None:
