@@ -3,6 +3,7 @@
 Many servers may share one. Nothing in it counts anything: the sealed shards are the only truth.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -102,6 +103,19 @@ class CaptureDirectory:
         except OSError as error:
             raise UsageError(f"cannot read {identity}: {error.strerror}. Check its owner and mode") from error
         return cls(path, _parse_identity(identity, text))
+
+    def check_there(self) -> None:
+        """Make sure that its path leads to it: where a disk was unmounted, a directory of the same name may remain.
+
+        Raises:
+            OSError: when it does not.
+        """
+        try:
+            there = _parse_identity(self.path, read_regular(self.path / IDENTITY_FILE, _IDENTITY_LIMIT_BYTES))
+        except FormatError as error:
+            raise OSError(errno.ENOENT, f"no longer the directory that was opened: {error}") from None
+        if there != self.uuid:
+            raise OSError(errno.ENOENT, f"no longer the directory that was opened: its uuid is {there}")
 
     def shards(self) -> list[Path]:
         """The sealed shards, that is all ``*.safetensors``, sorted by name; none that is still being written."""

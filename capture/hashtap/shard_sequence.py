@@ -5,6 +5,7 @@ A disk that is full, or on which no file can be made, is waited for, except by w
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -73,8 +74,8 @@ class ShardSequence:
         self._appending = threading.Lock()  # held over disk writes, and always taken before the other one
         self._changed = changed
         self._ledger = ledger
-        self._opened = 0
-        self._ended = 0
+        self._number = 0  # of the next shard
+        self._not_ended: deque[ShardFile] = deque()  # the current one is the last of them
         self._told = ""  # what was logged of the disk's trouble
         self._hurries = 0
 
@@ -112,7 +113,7 @@ class ShardSequence:
     def end(self, shard: ShardFile) -> None:
         """Seal a shard, or remove it when nothing in it is of use. Shards end in the order of their opening."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended == shard.number)
+            self._changed.wait_for(lambda: self._not_ended[0] is shard)
             self._ledger.take_abandoned()
             listed = self._ledger.shard_ends(shard.number)
         sealed: list[Record] | None = None
@@ -146,13 +147,13 @@ class ShardSequence:
                     self.trouble = self._told = ""
                 self.counts["shards"] += 1
                 self.counts["records"] += len(sealed)
-            self._ended += 1
+            self._not_ended.popleft()
             self._changed.notify_all()
 
     def wait_for_ends(self) -> None:
         """Wait until all shards but the open one are sealed or gone."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended >= self._opened - (self.current is not None))
+            self._changed.wait_for(lambda: all(shard is self.current for shard in self._not_ended))
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
@@ -199,17 +200,20 @@ class ShardSequence:
     def _open(self) -> ShardFile:
         while True:
             try:
-                shard = ShardFile(self._directory, self.facts, self._opened, self._wait_for_disk)
+                self._directory.check_there()
+                shard = ShardFile(self._directory, self.facts, self._number, self._wait_for_disk)
                 break
-            except FileExistsError:
-                raise
+            except FileExistsError as error:
+                log.warning("%s; the next name is taken", error)
+                self._number += 1
             except OSError as error:
                 if not self._wait_for_disk(error):
                     raise
         with self._changed:
             self.current = shard
+            self._not_ended.append(shard)
             self._ledger.shard_opened(shard.number)
-            self._opened += 1
+            self._number += 1
         return shard
 
     def _seal(self, shard: ShardFile, listed: list[Record]) -> list[Record] | None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tests.tmpfs import on_tmpfs
 
 CHILD = """
@@ -63,7 +64,7 @@ from tests.capture.build import Host, states_of
 from hashtap.reader import Reader
 from hashtap.verify import verify
 
-disk, path, told = Path(sys.argv[1]), Path(sys.argv[1]) / "captures", []
+disk, path, told = Path(sys.argv[1]), Path(sys.argv[1]) / sys.argv[2], []
 
 def until(condition):
     end = time.monotonic() + 20
@@ -96,20 +97,26 @@ with Host(path, threads=2, codec="none") as host:
     before = captured()
     run("umount", "-l", str(disk))
     in_trouble([3] * 100)
+    beneath = [str(file) for file in disk.rglob("*")]
     run("mount", "-t", "tmpfs", "-o", "size=50m", "none", str(disk))
-    (path).mkdir()
+    path.mkdir(exist_ok=True)
     (path / "hashtap.json").write_text(json.dumps({"format": 1, "uuid": host.directory.uuid}))
     host.settle()
     host.capture([[4] * 100])
 after = captured()
-print(json.dumps({"told": told, "before": before, "after": after, "ok": verify(path).ok}))
+print(json.dumps({"told": told, "before": before, "beneath": beneath, "after": after, "ok": verify(path).ok}))
 """
 
 
-def test_a_disk_that_is_taken_away(tmp_path: Path) -> None:
-    """Read-only for a while, then unmounted and mounted again: what was captured in the meantime is written then."""
-    answer = json.loads(on_tmpfs(tmp_path, 50, "-c", TAKEN_AWAY, str(tmp_path)))
+@pytest.mark.parametrize("where", ["captures", "."], ids=["in it", "its mount point"])
+def test_a_disk_that_is_taken_away(tmp_path: Path, where: str) -> None:
+    """Read-only for a while, then unmounted and mounted again: what was captured in the meantime is written then.
+
+    Not to the disk beneath, where an empty directory may stand in its place.
+    """
+    answer = json.loads(on_tmpfs(tmp_path, 50, "-c", TAKEN_AWAY, str(tmp_path), where))
     assert answer["told"] == ["Read-only file system", "No such file or directory"]
+    assert answer["beneath"] == []
     assert (answer["before"], answer["after"], answer["ok"]) == ([1, 2], [3, 4], True)
 
 

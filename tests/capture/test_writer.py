@@ -822,26 +822,36 @@ def test_a_torn_frame_that_cannot_be_cut_off(
     assert_captured(tmp_path, [[1] * 100, [2] * 100])
 
 
-def test_a_directory_that_went_away(tmp_path: Path) -> None:
-    path = tmp_path / "captures"
+@pytest.mark.parametrize("instead", [None, "", "{", '{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'])
+def test_a_directory_that_went_away(tmp_path: Path, instead: str | None) -> None:
+    """Nothing is written to what stands in its place; once it is back, what was captured meanwhile is."""
+    path, away = tmp_path / "captures", tmp_path / "away"
     with Host(path) as host:
-        (path / "hashtap.json").unlink()
-        path.rmdir()
+        path.rename(away)
+        if instead is not None:
+            path.mkdir()
+            (path / "hashtap.json").write_text(instead)
         host.capture([[1, 2, 3]])
-        wait_for(lambda: host.writer.counters()["write_errors"] == 1)
-        path.mkdir()
-        host.capture([[1, 2, 3]])
-    assert host.writer.counters()["records"] == 1
+        wait_for(lambda: host.writer.counters()["write_errors"] == 2)
+        assert [file.name for file in tmp_path.glob("captures/*")] == ["hashtap.json"] * (instead is not None)
+        assert host.writer.trouble.startswith("no longer the directory" if instead is not None else "No such file")
+        path.rename(tmp_path / "instead") if instead is not None else None
+        away.rename(path)
+        host.capture([[1, 2, 3], [4]])
+    assert_captured(path, [[1, 2, 3], [4]])
 
 
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
     with Host(tmp_path, changes={"writer": "a" * 32}) as host:
         host.capture([[1, 2, 3]])
     before = host.directory.shards()[0].read_bytes()
-    with Host(tmp_path, changes={"writer": "a" * 32}) as other:
+    with Host(tmp_path, changes={"writer": "a" * 8 + "b" * 24}) as other:
         other.capture([[4, 5]])
-    assert other.writer.counters()["write_errors"] == 1
+        other.writer.drain()
+        other.capture([[6]])
+    assert other.writer.counters()["write_errors"] == 0
     assert host.directory.shards()[0].read_bytes() == before
+    assert_captured(tmp_path, [[1, 2, 3], [4, 5], [6]])
 
 
 # The end of the process.
