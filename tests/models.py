@@ -16,6 +16,7 @@ __all__ = [
     "TINY_HIDDEN",
     "TINY_LAYERS",
     "TINY_VOCAB",
+    "gemma3",
     "kimi_k2",
     "llama",
     "qwen3",
@@ -49,6 +50,11 @@ def qwen3(*, plain: bool = False) -> Path:
     """A tiny Qwen3: as :func:`llama`, with norms on queries and keys."""
     name = "qwen3" + ("-plain" if plain else "")
     return _build(name, lambda out: _grouped(out, "Qwen3", plain, TINY_LAYERS, 0))
+
+
+def gemma3() -> Path:
+    """A tiny Gemma 3, text alone."""
+    return _build("gemma3", _gemma3)
 
 
 def kimi_k2() -> Path:
@@ -97,6 +103,13 @@ def _grouped(out: Path, family: str, plain: bool, layers: int, seed: int) -> Non
         | ({} if plain else {"rope_parameters": rope})
     )
     _save(out, getattr(transformers, f"{family}ForCausalLM"), config, seed)
+
+
+def _gemma3(out: Path) -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(**BASE, num_key_value_heads=2, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM)
+    _save(out, Gemma3ForCausalLM, config, seed=0)
 
 
 def _kimi_k2(out: Path) -> None:

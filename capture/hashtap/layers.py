@@ -5,6 +5,7 @@ Boundary b is the residual stream after b decoder layers. SGLang's ``layers_to_c
 different classes, so the list is read back from the model itself, through whatever wraps it.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = [
 SETTER = "set_eagle3_layers_to_capture"
 _LIST = "layers_to_capture"
 _FLAG = "_is_layer_to_capture"
+_PARTS_OF_THE_STREAM = ("Gemma3TextModel",)
+"""Classes that hand out what a layer made without the residual, where the layers hand that on apart (since 0.5.18)."""
 
 
 def choose_boundaries(asked: Sequence[int] | None, layers: int) -> tuple[int, ...]:
@@ -94,7 +97,14 @@ def capture_boundaries(model: Any, boundaries: Sequence[int], *, known: Sequence
     else:
         # No ids lead there (DeepSeek adds 1 if the first id is 1, so it never reaches 1, 4, 6): set the result itself.
         setattr(holders[0], _LIST, list(boundaries))
-    _set_flags(holders[0], boundaries)
+    holder = holders[0]
+    part = type(holder).__name__
+    if part in _PARTS_OF_THE_STREAM and "residual" in inspect.signature(holder.layers[0].forward).parameters:
+        raise SetupError(
+            f"{name}: {part} of this SGLang hands out what a layer made before it is added to the residual stream, so "
+            "its boundaries cannot be captured: use SGLang 0.5.16 for it"
+        )
+    _set_flags(holder, boundaries)
     found = read_boundaries(model)
     if found != tuple(boundaries):
         raise SetupError(f"{name} would capture boundaries {found}, not {tuple(boundaries)}")

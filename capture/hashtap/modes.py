@@ -54,6 +54,14 @@ _MODES = (
     _Mode("smg_grpc_mode", _on, "the gRPC server has no hashtap routes"),
     _Mode("grpc_mode", _on, "the gRPC server has no hashtap routes"),
     _Mode("use_ray", _on, "it was never tried"),
+    _Mode("elastic_ep_backend", _on, "a batch that a rank was lost in is computed twice, and the first time wrong"),
+    _Mode(
+        "startup_weight_load_mode",
+        lambda value: value == "overlap",
+        "the weights come after hashtap has named them: give serial",
+        "0.5.18",
+    ),
+    _Mode("enable_attn_tp_input_scattered", _on, "each rank would hand out its part of the rows"),
     _Mode("nnodes", _several, "the ranks of the other nodes cannot tell this one that they capture"),
     _Mode(
         "flashinfer_allreduce_fusion_backend",

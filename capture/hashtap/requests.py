@@ -5,7 +5,7 @@ from typing import Any
 
 from hashtap.identity import PAST_THE_CACHE
 
-__all__ = ["check_ids", "is_past_the_cache", "mark_as_warm_up", "refusal", "wants_capture"]
+__all__ = ["check_ids", "check_no_beams", "is_past_the_cache", "mark_as_warm_up", "refusal", "wants_capture"]
 
 _CHANGES_STATES = {
     "lora_id": "it uses a LoRA adapter",
@@ -30,6 +30,8 @@ def wants_capture(req: Any, requests: str, health_prefix: str) -> bool:
     """
     if req.rid.startswith(health_prefix) or req.to_finish is not None or req.finished_reason is not None:
         return False
+    if getattr(req, "beam_group", None) is not None:
+        return False  # it has lost its custom_params, and with them the tag
     params = req.sampling_params.custom_params
     tag = params.get("hashtap") if isinstance(params, Mapping) else None
     return requests == "all" if tag is None else tag is True
@@ -68,6 +70,24 @@ def check_ids(input_ids: Any, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} is not in the vocabulary of {vocab_size}")
+
+
+def check_no_beams(sampling_params: Any) -> None:
+    """Refuse to capture prompts of beam searches, of which SGLang gives no receipt.
+
+    Args:
+        sampling_params: of a request that has just come, a dict or a list of such.
+
+    Raises:
+        ValueError: SGLang answers it with status 400.
+    """
+    for one in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
+        if isinstance(one, dict) and (one.get("beam_width") or 1) > 1:
+            params = one.get("custom_params")
+            if isinstance(params, Mapping) and params.get("hashtap") is True:
+                raise ValueError(
+                    f"beam_width {one['beam_width']}: hashtap captures no prompt of a beam search; send it without"
+                )
 
 
 def mark_as_warm_up(obj: Any) -> None:

@@ -19,7 +19,7 @@ from hashtap.errors import HashtapError, SetupError, UsageError
 from hashtap.handshake import REPORT_KEY, RankReport, collect_reports
 from hashtap.logs import log
 from hashtap.releases import check_sglang, classes_with_setter, installed_sglang
-from hashtap.requests import check_ids, mark_as_warm_up
+from hashtap.requests import check_ids, check_no_beams, mark_as_warm_up
 from hashtap.targets import HOOKS, SINCE, WEIGHT_UPDATES, Hook, Kind, Process
 
 if TYPE_CHECKING:
@@ -141,10 +141,11 @@ class _Launcher:
             _stop_ranks(tokenizer_manager)
 
     def generate(self, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-        """Before each request: refuses ids that would end the server; what comes before it is up is warm-up."""
+        """Before each request: refuses what must not reach the ranks; what comes before it is up is warm-up."""
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
         check_ids(obj.input_ids, manager.model_config.vocab_size)
+        check_no_beams(obj.sampling_params)
         if manager.server_status == ServerStatus.Starting:
             mark_as_warm_up(obj)
 

@@ -208,6 +208,7 @@ _NAMES = (
             "token_type_ids",
             "multi_item_delimiter_indices",
             "multimodal_inputs",
+            "beam_group",
         ),
     ),
     Names(f"{_SRT}.sampling.sampling_params", "SamplingParams", ("custom_params",)),
@@ -244,6 +245,8 @@ SINCE: Mapping[str, str] = {
     f"{HOOKS['broadcast'].path}(local_reqs)": "0.5.20",
     # Before it: 15 s to seal when the server ends, which hashtap cannot lengthen.
     f"{_SRT}.managers.tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS": "0.5.20",
+    # Before it: no beam search.
+    f"{_SRT}.managers.schedule_batch.Req.beam_group": "0.5.20",
     # Before them: no such server, no such salt.
     f"{_SRT}.environ.Envs.SGLANG_RUST_SERVER": "0.5.18",
     f"{_SRT}.managers.schedule_batch.Req.cache_salt": "0.5.18",

@@ -1,5 +1,6 @@
 """Boundaries are set whatever a model class makes of the ids, and read back through its wrappers."""
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from hashtap.errors import SetupError
 from hashtap.layers import SETTER, capture_boundaries, choose_boundaries, read_boundaries
+from hashtap.releases import installed_sglang, predates
 
 LAYERS = 8
 LISTS = [(1, 4, 6), (2, 4, 5), (3, 5, 7), (0, 1, 2), (1,), (1, 2, 3, 4, 5, 6, 7)]
@@ -124,6 +126,44 @@ def test_a_class_without_the_setter_is_refused_with_those_that_have_it() -> None
 def test_a_wrapper_whose_language_model_cannot() -> None:
     with pytest.raises(SetupError, match="language_model does not support EAGLE3"):
         capture_boundaries(Wrapper(nn.Linear(1, 1)), (1, 2))
+
+
+class Gemma3TextModel(Decoder):
+    """It hands out what goes into a layer; since 0.5.18 that is without the residual, which goes in apart."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+
+
+class ResidualApart(nn.Module):
+    def forward(self, hidden_states: Any, residual: Any = None) -> Any:
+        """A layer of SGLang 0.5.18 and later."""
+
+
+class ResidualWithin(nn.Module):
+    def forward(self, hidden_states: Any) -> Any:
+        """A layer of SGLang 0.5.16."""
+
+
+def test_a_part_of_the_residual_stream_is_refused() -> None:
+    model = AddsOne()
+    model.model = Gemma3TextModel(ResidualWithin)
+    capture_boundaries(model, (2, 4, 5))
+    model.model = Gemma3TextModel(ResidualApart)
+    with pytest.raises(SetupError, match=r"Gemma3TextModel of this SGLang hands out .* before it is added"):
+        capture_boundaries(model, (2, 4, 5))
+
+
+def test_sglangs_own_gemma_3_hands_on_the_residual_apart() -> None:
+    """Where it no longer does, and says so by its layers' parameters, it may be captured again."""
+    tree = ast.parse((installed_sglang()[1] / "srt" / "models" / "gemma3_causal.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert "Gemma3TextModel" in classes
+    (forward,) = (part for part in classes["Gemma3DecoderLayer"].body if getattr(part, "name", "") == "forward")
+    assert isinstance(forward, ast.FunctionDef)
+    apart = "residual" in [argument.arg for argument in forward.args.args]
+    assert apart != predates(installed_sglang()[0], "0.5.18")
 
 
 def test_a_setter_that_sets_nothing() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hashtap.requests import check_ids, mark_as_warm_up, refusal, wants_capture
+from hashtap.requests import check_ids, check_no_beams, mark_as_warm_up, refusal, wants_capture
 
 HEALTH = "HEALTH_CHECK"
 PLAIN: dict[str, Any] = {
@@ -21,6 +21,7 @@ PLAIN: dict[str, Any] = {
     "session": None,
     "extra_key": None,
     "cache_salt": None,
+    "beam_group": None,
 }
 
 
@@ -50,6 +51,29 @@ def test_whose_prompts(custom_params: Any, tagged: bool, everything: bool) -> No
 def test_health_checks_and_aborted_requests_are_never_captured(changes: dict[str, Any]) -> None:
     for requests in ("tagged", "all"):
         assert not wants_capture(request({"hashtap": True}, **changes), requests, HEALTH)
+
+
+def test_beam_searches_are_never_captured() -> None:
+    """SGLang takes the custom_params away from them, whatever they said."""
+    for requests in ("tagged", "all"):
+        assert not wants_capture(request(beam_group=object()), requests, HEALTH)
+
+
+BEAMS = {"beam_width": 4, "custom_params": {"hashtap": True}}
+
+
+@pytest.mark.parametrize("params", [BEAMS, [{"n": 1}, BEAMS]])
+def test_a_tagged_beam_search_is_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match="beam_width 4: hashtap captures no prompt of a beam search"):
+        check_no_beams(params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, [], {"beam_width": 4}, BEAMS | {"beam_width": 1}, BEAMS | {"custom_params": {"hashtap": False}}],
+)
+def test_other_requests_are_not(params: Any) -> None:
+    check_no_beams(params)
 
 
 def test_refusals() -> None:

@@ -43,6 +43,15 @@ def test_a_boundary_that_the_model_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(predates(installed_sglang()[0], "0.5.18"), reason="its layers are whole")
+@pytest.mark.cell("Gemma 3", "refused", "at start: since SGLang 0.5.18 its layers are handed out without the residual")
+def test_layers_without_their_residual(tmp_path: Path) -> None:
+    stub = {"PYTHONPATH": str(models.vllm_stub())}
+    line = refused(models.gemma3(), *capture_flags(tmp_path / "c", 2, 4, 5), environment=stub)
+    assert "Gemma3TextModel of this SGLang hands out what a layer made before it is added" in line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

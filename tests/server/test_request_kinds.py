@@ -73,6 +73,20 @@ def test_rids(llama: Served, reference: Reference) -> None:
     llama.check(reference, *prompts, *same)
 
 
+@pytest.mark.cell("beam search", "refused", "with 400 where it is tagged; else it is nobody's prompt")
+def test_beams(llama: Served) -> None:
+    (prompt,) = random_prompts([40], seed=76)
+    before = llama.counters()
+    params = {"beam_width": 2, "n": 2, "max_new_tokens": 2}
+    body = {"input_ids": prompt, "sampling_params": params | {"custom_params": TAG}}
+    answer = httpx.post(f"{llama.server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "hashtap captures no prompt of a beam search" in answer.text
+    llama.post("/generate", {"input_ids": prompt, "sampling_params": params})
+    assert llama.counters() - before == {}
+    assert prompt_key(prompt) not in Reader(llama.captures)
+
+
 @pytest.mark.cell("rid of a request that runs", "exact", "SGLang answers the second with 400; the first is whole")
 def test_a_rid_that_is_in_use(llama: Served, reference: Reference) -> None:
     first, second = random_prompts([1500, 40], seed=73)
