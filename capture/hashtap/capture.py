@@ -71,10 +71,10 @@ class Capture:
         """The prompt's token ids, int64 ``[T]``.
 
         Raises:
-            FormatError: when frames are damaged.
+            FormatError: when frames are damaged, or it does not fit this machine's memory.
         """
         if self._token_ids is None:
-            ids = np.empty(len(self), np.int64)
+            ids = self._room((len(self),), np.int64)
             for piece, frame in self._frames():
                 ids[piece.start : piece.stop] = frame.token_ids[: piece.stop - piece.start]
             self._token_ids = ids
@@ -87,14 +87,11 @@ class Capture:
         NumPy has no bfloat16 and no float8: those are bit patterns, uint16 and uint8. See :attr:`dtype`.
 
         Raises:
-            FormatError: when frames are damaged.
+            FormatError: when frames are damaged, or it does not fit this machine's memory.
         """
         if self._hidden_states is None:
             geometry = self.facts.geometry
-            try:
-                states = np.empty((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
-            except MemoryError:
-                raise FormatError(f"{self!r} in {self.shard} does not fit this machine's memory") from None
+            states = self._room((len(self), geometry.layers, geometry.hidden), NUMPY_DTYPE[geometry.dtype])
             self.read_into(states)
             self._hidden_states = states
         return self._hidden_states
@@ -146,6 +143,12 @@ class Capture:
             return states
         bits = {1: np.uint8, 2: np.int16, 4: np.int32}[geometry.dtype.element_bytes]
         return torch.from_numpy(self.hidden_states.view(bits)).view(dtype).to(device)
+
+    def _room(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        try:
+            return np.empty(shape, dtype)
+        except MemoryError:
+            raise FormatError(f"{self!r} in {self.shard} does not fit this machine's memory") from None
 
     def _frames(self) -> Iterator[tuple[Piece, StoredFrame]]:
         for piece in self._reader.pieces(self._entry):

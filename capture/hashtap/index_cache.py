@@ -1,7 +1,7 @@
 """A cache of what the indices of a directory's shards say, so that opening it again reads one file.
 
 It is no truth of its own: a shard whose file is not exactly the one that was read (inode, size, times) is read afresh,
-and a cache that is damaged, of another version or not readable is as good as none.
+and a cache that is damaged, of another version, not readable or says what no shard may say is as good as none.
 
 ::
 
@@ -25,7 +25,7 @@ import xxhash
 from hashtap.directory import read_regular
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
-from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, Shard
+from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, Shard, check_sizes, check_tables
 
 __all__ = ["CACHE_NAME", "Identity", "identity_of", "load_cache", "store_cache"]
 
@@ -95,6 +95,12 @@ def _parse(directory: Path, data: bytes) -> dict[Path, tuple[Identity, Shard]]:
     facts = [ShardFacts.from_metadata(metadata) for metadata in body["facts"]]
     rows = body["shards"]
     words = np.frombuffer(data, "<u8", offset=_HEAD_BYTES + body_bytes)
+    for *_, file_bytes, frames_at, frames_bytes, frames, records in rows:
+        sizes = (file_bytes, frames_at, frames_bytes, frames, records)
+        # bool is an int to Python, and json has floats: only plain counts go on.
+        if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
+            raise FormatError("it holds a size that is no count")
+        check_sizes(*sizes)
     frames, records = (sum(row[column] for row in rows) for column in (6, 7))
     indices = words[: frames * len(INDEX_COLUMNS)].reshape(-1, len(INDEX_COLUMNS))
     tables = words[frames * len(INDEX_COLUMNS) :].reshape(records, len(RECORD_COLUMNS))
@@ -106,4 +112,5 @@ def _parse(directory: Path, data: bytes) -> dict[Path, tuple[Identity, Shard]]:
         shard = Shard(path, file_bytes, facts[number], frames_at, frames_bytes, index, table)
         found[path] = (tuple(identity), shard)
         frame, record = frame + frames, record + records
+    check_tables([shard for _, shard in found.values()], indices, tables)
     return found

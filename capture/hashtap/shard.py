@@ -15,6 +15,7 @@ Here are its facts, its header, and the checks that a file must pass before anyt
 import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ __all__ = [
     "TRAILER_BYTES",
     "Shard",
     "ShardFacts",
+    "check_sizes",
+    "check_tables",
     "encode_header",
     "index_row",
     "read_shard",
@@ -219,11 +222,8 @@ def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
     text = _read(descriptor, 8, header_bytes)
     facts, ends, frames, records = _parse_header(text)
     frames_at = 8 + header_bytes
-    frames_bytes, index_end, records_end, trailer_end = ends
-    if frames_at + trailer_end != file_bytes:
-        raise FormatError(f"it has {file_bytes} bytes where its header describes {frames_at + trailer_end}")
-    if frames * HEADER_BYTES > frames_bytes or not 0 < frames <= MAX_FRAMES or records > MAX_FRAMES:
-        raise FormatError(f"it claims {frames} frames and {records} records in {frames_bytes} bytes of frames")
+    frames_bytes, index_end, records_end = ends
+    check_sizes(file_bytes, frames_at, frames_bytes, frames, records)
     index = _read(descriptor, frames_at + frames_bytes, index_end - frames_bytes)
     rows = _read(descriptor, frames_at + index_end, records_end - index_end)
     if _read(descriptor, frames_at + records_end, TRAILER_BYTES) != trailer_words(head + text, index, rows):
@@ -237,8 +237,7 @@ def _parse(path: Path, descriptor: int, file_bytes: int) -> Shard:
         index=np.frombuffer(index, "<u8").reshape(frames, len(INDEX_COLUMNS)),
         records=np.frombuffer(rows, "<u8").reshape(records, len(RECORD_COLUMNS)),
     )
-    _check_index(shard)
-    _check_records(shard)
+    check_tables([shard], shard.index, shard.records)
     return shard
 
 
@@ -252,8 +251,8 @@ def _read(descriptor: int, offset: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _parse_header(text: bytes) -> tuple[ShardFacts, tuple[int, int, int, int], int, int]:
-    """Facts, the end of each tensor, and the numbers of frames and records."""
+def _parse_header(text: bytes) -> tuple[ShardFacts, tuple[int, int, int], int, int]:
+    """Facts, the end of each tensor but the trailer, and the numbers of frames and records."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -275,21 +274,59 @@ def _parse_header(text: bytes) -> tuple[ShardFacts, tuple[int, int, int, int], i
     if set(header) != set(expected) or any(header[name] != expected[name] for name in tensors):
         raise FormatError("its header describes other tensors than a shard has")
     ends = [int(expected[name]["data_offsets"][1]) for name in tensors]
-    return facts, (ends[0], ends[1], ends[2], ends[3]), frames, records
+    return facts, (ends[0], ends[1], ends[2]), frames, records
 
 
-def _check_index(shard: Shard) -> None:
-    """The frames must tile ``frames``, and be of known kinds and possible sizes: then every offset is safe to use."""
-    offset, stored_bytes, _, _, positions, table, kind, _ = shard.index.T
-    geometry = shard.facts.geometry
+def check_sizes(file_bytes: int, frames_at: int, frames_bytes: int, frames: int, records: int) -> None:
+    """Check that a shard's parts add up to its file, and that there may be so many of them.
+
+    Args:
+        file_bytes, frames_at, frames_bytes: as of :class:`Shard`; none of these numbers is negative.
+        frames: rows of the index.
+        records: rows of the records.
+
+    Raises:
+        FormatError: when they do not, or there may not.
+    """
+    tables_bytes = 8 * (frames * len(INDEX_COLUMNS) + records * len(RECORD_COLUMNS))
+    described = frames_at + frames_bytes + tables_bytes + TRAILER_BYTES
+    if described != file_bytes:
+        raise FormatError(f"it has {file_bytes} bytes where its header describes {described}")
+    if frames * HEADER_BYTES > frames_bytes or not 0 < frames <= MAX_FRAMES or records > MAX_FRAMES:
+        raise FormatError(f"it claims {frames} frames and {records} records in {frames_bytes} bytes of frames")
+
+
+def check_tables(shards: Sequence[Shard], index: U64Array, records: U64Array) -> None:
+    """Check what index and records claim, of many shards at once: then every offset, size and table is safe to use.
+
+    Args:
+        shards: of sizes that :func:`check_sizes` let pass.
+        index: their indices, one behind the other.
+        records: their records, likewise.
+
+    Raises:
+        FormatError: naming what is wrong with one of them.
+    """
+    _check_index(shards, index)
+    _check_records(records)
+
+
+def _check_index(shards: Sequence[Shard], index: U64Array) -> None:
+    """The frames must tile ``frames``, and be of known kinds and possible sizes."""
+    offset, stored_bytes, _, _, positions, table, kind, _ = index.T
+    counts = [len(shard.index) for shard in shards]
     payload, codec = kind & np.uint64(0xFF), kind >> np.uint64(8)
     tokens, first = positions >> np.uint64(32), positions & np.uint64(0xFFFFFFFF)
     is_table = payload == Payload.TABLE
-    limit = np.uint64(stored_bytes_limit(geometry, MAX_FRAME_TOKENS))
+    limits = [stored_bytes_limit(shard.facts.geometry, MAX_FRAME_TOKENS) for shard in shards]
+    limit = np.repeat(np.array(limits, np.uint64), counts)
     if (stored_bytes % FRAME_ALIGN).any() or (stored_bytes < HEADER_BYTES).any() or (stored_bytes > limit).any():
         raise FormatError("its index holds a frame of impossible size")
     ends = np.cumsum(stored_bytes)
-    if (offset != ends - stored_bytes).any() or ends[-1] != shard.frames_bytes:
+    borders = np.append(np.uint64(0), ends[np.cumsum(counts, dtype=np.int64) - 1])
+    begins = np.repeat(borders[:-1], counts)
+    frames_bytes = np.array([shard.frames_bytes for shard in shards], np.uint64)
+    if (offset != ends - stored_bytes - begins).any() or (np.diff(borders) != frames_bytes).any():
         raise FormatError("its index does not cover its frames one behind the other")
     if (payload > max(Payload)).any() or (codec > max(Codec)).any():
         raise FormatError("its index holds a frame of unknown kind")
@@ -299,14 +336,19 @@ def _check_index(shard: Shard) -> None:
         raise FormatError("its index holds a frame past the last position that there can be")
     if ((table != 0) != (payload != Payload.RAW)).any():
         raise FormatError("its index holds a frame that lacks its table")
-    missing = np.setdiff1d(table[payload == Payload.PLANES], table[is_table])
-    if len(missing):
-        raise FormatError(f"its frames name the table {int(missing[0]):016x}, which it does not hold")
+    planes = payload == Payload.PLANES
+    if planes.any():
+        # A table serves the frames of its own shard only.
+        names, which = np.unique(table, return_inverse=True)
+        held = which + len(names) * np.repeat(np.arange(len(shards)), counts)
+        missing = table[planes][~np.isin(held[planes], held[is_table])]
+        if len(missing):
+            raise FormatError(f"its frames name the table {int(missing[0]):016x}, which it does not hold")
 
 
-def _check_records(shard: Shard) -> None:
-    total, shared = shard.records[:, 3], shard.records[:, 6]
+def _check_records(records: U64Array) -> None:
+    total, shared = records[:, 3], records[:, 6]
     if (total == 0).any() or (total > np.uint64(0x7FFFFFFF)).any() or (shared > total).any():
         raise FormatError("its records hold an impossible number of tokens")
-    if shard.records[:, 10:].any():
+    if records[:, 10:].any():
         raise FormatError("its records use a column that this format reserves")

@@ -164,11 +164,19 @@ class _Checker:
     def check(self, entry: Entry) -> bool:
         """Check a record's frames, then the record; reports all that is wrong and returns whether nothing is."""
         before = len(self._report.problems)
-        ids = np.zeros(entry.total_tokens, np.int64)
+        pieces = self._reader.pieces(entry)
+        for piece in pieces:
+            self._seen[piece.shard.path][piece.row] = True
+        try:
+            ids = np.zeros(entry.total_tokens, np.int64)
+        except MemoryError:
+            # It may be no fault of the record, so it is not named: nobody may set it aside.
+            detail = f"the {entry.total_tokens} tokens of {entry.key.hex()} do not fit this machine's memory"
+            self._report.problems.append(Problem("length", detail, shard=entry.shard.path.name))
+            return False
         proof, broken = (0, 0), False
         odd: dict[tuple[str, int | None], list[int]] = defaultdict(list)
-        for piece in self._reader.pieces(entry):
-            self._seen[piece.shard.path][piece.row] = True
+        for piece in pieces:
             try:
                 frame = self._reader.frame(piece.shard, piece.row)
                 ids[piece.start : piece.stop] = frame.token_ids[: piece.stop - piece.start]

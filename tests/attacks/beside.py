@@ -15,7 +15,7 @@ from hashtap.directory import IDENTITY_FILE, PARTIAL_SUFFIX, host_name
 from hashtap.index_cache import CACHE_NAME, identity_of, store_cache
 from hashtap.manifest import MANIFEST_NAME
 from hashtap.set_aside import SET_ASIDE_NAME
-from hashtap.shard import INDEX_COLUMNS, read_shard
+from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, read_shard
 
 __all__ = ["ASIDE", "BESIDE", "IDENTITY", "LIES", "MANIFEST", "NO_FILES", "ORDER", "SPOILT"]
 
@@ -69,21 +69,32 @@ def cache(body: object, tail: bytes = b"") -> bytes:
     return b"HASHTAPX" + xxhash.xxh3_128_digest(rest) + rest
 
 
-def lying(**lies: object) -> Edit:
-    """A whole cache that knows the files, and lies of the target: of an attribute, or of a column of its index."""
+def lying(rows: slice = slice(None), **lies: int) -> Edit:
+    """A whole cache that knows the files, and lies of the target: of an attribute, or of columns of its tables.
+
+    Columns that both tables have are those of the index, of which only ``rows`` are changed.
+    """
 
     def edit(path: Path) -> None:
         shards = {shard: (identity_of(shard), read_shard(shard)) for shard in path.parent.glob("*.safetensors")}
         identity, shard = shards[path.with_name(TARGET)]
-        index = shard.index.copy()
-        for name in set(INDEX_COLUMNS) & lies.keys():
-            index[:, INDEX_COLUMNS.index(name)] = lies[name]
-        attributes = {name: value for name, value in lies.items() if name not in INDEX_COLUMNS}
-        shards[shard.path] = (identity, replace(shard, index=index, **attributes))
+        index, records = shard.index.copy(), shard.records.copy()
+        attributes = {}
+        for name, value in lies.items():
+            if name in INDEX_COLUMNS:
+                index[rows, INDEX_COLUMNS.index(name)] = value
+            elif name in RECORD_COLUMNS:
+                records[:, RECORD_COLUMNS.index(name)] = value
+            else:
+                attributes[name] = value
+        shards[shard.path] = (identity, replace(shard, index=index, records=records, **attributes))
         store_cache(path.parent, shards)
 
     return edit
 
+
+MOST_TOKENS = 0x7FFFFFFF
+TABLE_ROW, FRAME_ROWS = slice(0, 1), slice(1, None)  # of the target's index
 
 CACHE = {
     f"a cache that {name}": Attack(beside(CACHE_NAME, make), "")
@@ -102,6 +113,13 @@ CACHE = {
         ),
         ("has numbers past all", filled(cache({"version": 1, "facts": [], "shards": [["x", [], 0, *[1 << 70] * 5]]}))),
         ("has infinite numbers", filled(cache({"version": 1, "facts": [], "shards": [["x", [], 0, *[1e999] * 5]]}))),
+        ("names another table than its shard's", lying(TABLE_ROW, table=5)),
+        ("has a frame of another table", lying(slice(1, 2), table=5)),
+        ("has frames of too many tokens", lying(FRAME_ROWS, total_tokens=MOST_TOKENS, positions=MOST_TOKENS << 32)),
+        ("has a record without tokens", lying(total_tokens=0)),
+        ("has a record that shares more than it has", lying(shared_tokens=1 << 30)),
+        ("has a frame of no size", lying(FRAME_ROWS, stored_bytes=0)),
+        ("has frames in front of the file", lying(frames_at=-8)),
     )
 }
 LIES = {

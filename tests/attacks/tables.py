@@ -1,6 +1,7 @@
 """Shards whose index or records lie, every checksum being right."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import xxhash
 from tests.attacks.attack import Attack
 from tests.attacks.files import Edit
 
-from hashtap.shard import read_shard
+from hashtap.shard import INDEX_COLUMNS, read_shard, record_row, sealed_header, trailer_words
+from hashtap_kernels.layout import HEADER_BYTES, MAX_FRAME_TOKENS
 
 __all__ = ["INDEX", "RECORDS", "resealed_with"]
 
@@ -56,12 +58,36 @@ def unheld_table(path: Path) -> None:
     resealed_with(path, "index", planes, 5, 0xABC)
 
 
+def claiming(frames: int) -> Edit:
+    """A shard of one prompt, in so many frames of 256 tokens that are a hole in the file."""
+
+    def edit(path: Path) -> None:
+        facts = read_shard(path).facts
+        index = np.zeros((frames, len(INDEX_COLUMNS)), "<u8")
+        count = np.arange(frames, dtype=np.uint64)
+        index[:, 0], index[:, 1], index[:, 3] = count * HEADER_BYTES, HEADER_BYTES, 1
+        index[:, 4] = count * MAX_FRAME_TOKENS | MAX_FRAME_TOKENS << 32
+        frames_bytes = frames * HEADER_BYTES
+        head = sealed_header(facts, frames_bytes, frames, 1)
+        record = np.array(record_row(b"k" * 16, 1, frames * MAX_FRAME_TOKENS, (0, 0), 0), "<u8").tobytes()
+        with path.open("wb") as file:
+            file.write(head)
+            file.seek(frames_bytes, os.SEEK_CUR)
+            file.write(index.tobytes() + record + trailer_words(head, index.tobytes(), record))
+
+    return edit
+
+
 SIZE, ORDER, TOKENS = "impossible size", "one behind the other", "impossible number of tokens"
+NO_ROOM = "does not fit this machine's memory"
 
 INDEX = {
     "frames that overlap": Attack(overlapping, ORDER),
     "frames in another order": Attack(exchanged, ORDER),
     "sizes that are wrong together": Attack(sums_to_the_same, "a frame of .* bytes says|does not begin|self-check"),
+    # The victim has 256 MB: the ids of the first fit in and its states do not, of the second neither.
+    "states that do not fit": Attack(claiming(2_500), NO_ROOM, limit_mb=16),
+    "token ids that do not fit": Attack(claiming(140_000), NO_ROOM, limit_mb=200),
     "a table that is not there": Attack(unheld_table, "the table 0000000000000abc, which it does not hold"),
     **{
         f"index column {column} = {value:#x}": Attack(entry("index", column, value), reason)

@@ -65,6 +65,7 @@ def look_at(directory: Path) -> Outcome:
     before = memory("VmRSS")
     outcome.attempt("reader", lambda: read_all(Reader(directory)))
     outcome.attempt("lenient reader", lambda: outcome.captured.extend(read_whole(Reader(directory, strict=False))))
+    outcome.attempt("token ids", lambda: [capture.token_ids for capture in Reader(directory)])
     outcome.attempt("verify", lambda: verify(directory))
     outcome.attempt("manifest", lambda: Manifest.load(directory))
     outcome.attempt("order", lambda: follow(directory))
