@@ -100,10 +100,19 @@ def test_verify_finds_nothing_wrong() -> None:
         assert report.ok, report.problems
 
 
-def same(ours: independent.Frame, theirs: independent.Frame) -> bool:
-    """The compressed bytes may be another libzstd's; all that they stand for is the same."""
-    headers = (ours.header[:88] == theirs.header[:88]).all()
-    return bool(headers and (ours.ids == theirs.ids).all() and (ours.sums == theirs.sums).all())
+PLAIN = np.array([*[(1 << 64) - 1] * 3, 0xFF, (1 << 64) - 1], np.uint64)
+"""Of serial, positions, table, kind and forward in an index row: all but the codec."""
+
+
+def described(path: Path) -> Any:
+    """All that a shard says but sizes, sums and codecs: the compressed bytes may be another libzstd's."""
+    facts, _, index, records = independent.read_shard(path)
+    frames = [
+        [part.tobytes() for part in (frame.header[:88], frame.header[112:], frame.ids, frame.sums, values)]
+        for frame, tables in independent.read_frames(path)
+        for values in (frame.values if frame.n else tables[frame.table],)
+    ]
+    return facts, (index[:, 3:] & PLAIN).tolist(), records.tolist(), frames
 
 
 def test_making_them_again_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +120,7 @@ def test_making_them_again_gives_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     make_golden.main()
     assert json.loads((tmp_path / "expected.json").read_text()) == EXPECTED
     for path in SHARDS:
-        ours, theirs = (
-            [
-                (frame.key, frame.first, frame.ids.tolist(), frame.sums.tolist())
-                for frame, _ in independent.read_frames(file)
-            ]
-            for file in (path, tmp_path / path.parent.name / path.name)
-        )
-        assert ours == theirs
+        assert described(tmp_path / path.parent.name / path.name) == described(path)
     assert len(list(tmp_path.glob("*/*.safetensors"))) == len(SHARDS)
 
 
