@@ -53,6 +53,34 @@ def test_by_key_by_ids_and_in_turn(path: Path) -> None:
             assert (capture.hidden_states == states_of(ids)).all()
 
 
+def test_opening_reads_no_frame(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header, index, records and trailer of each shard, to the byte, and no shard is mapped."""
+    shards = Reader(path).shards
+    beside_frames = sum(shard.file_bytes - shard.frames_bytes for shard in shards)
+    assert sum(shard.frames_bytes for shard in shards) > 10 * beside_frames
+    taken, pread = 0, os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal taken
+        data = pread(descriptor, size, offset)
+        taken += len(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr("mmap.mmap", lambda *_, **__: pytest.fail("a shard was mapped"))
+    before = bytes_read()
+    reader = Reader(path, cache=False)
+    assert len(reader) == len(PROMPTS)
+    assert taken == beside_frames
+    # In whatever other way: the directory's identity, and what the kernel tells of this process.
+    assert bytes_read() - before < taken + 4096
+
+
+def bytes_read() -> int:
+    """By this process, mapped files aside."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_what_a_capture_says_of_itself(path: Path) -> None:
     capture = hashtap.open(path).by_token_ids(PROMPTS[3])
     assert (capture.dtype, capture.epoch, capture.final_norm) == ("bfloat16", "weights-1", "post")
