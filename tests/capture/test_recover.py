@@ -340,6 +340,34 @@ def test_a_prompt_that_began_in_a_sealed_shard(tmp_path: Path) -> None:
     assert_captured(tmp_path, [ids])
 
 
+@pytest.mark.parametrize("donor_sealed", [True, False])
+def test_a_prompt_that_shares_rows_is_captured_anew(tmp_path: Path, donor_sealed: bool) -> None:
+    """Which donor its first rows are of stands in a record only: its own frames are no whole prompt."""
+    ids = list(range(300))
+    heir = [*ids[:200], 7, 8]
+    states = np.concatenate([states_of(ids)[:200], states_of([7, 8])])
+    child = os.fork()
+    if child == 0:
+        host = Host(tmp_path, threads=1)
+        (donor,) = host.capture([ids])
+        if donor_sealed:
+            host.writer.drain()
+        record = replace(host.record(heir), donor=donor, shared_tokens=200)
+        host.forward([(record, states, 200, 2)])
+        host.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    recovery = recovered(tmp_path)
+    torn = [path.name for path in tmp_path.glob("*.torn")]
+    if donor_sealed:
+        assert (recovery.state, recovery.detail) == ("set aside", "no prompt is whole in it")
+        assert torn == [recovery.partial.removesuffix(".partial") + ".torn"]
+    else:
+        assert (recovery.state, recovery.records, recovery.rows, torn) == ("recovered", 1, 302, [])
+    assert_captured(tmp_path, [ids])
+    assert verify(tmp_path).waste_frames == (0 if donor_sealed else 1)
+
+
 def test_frames_that_lie(tmp_path: Path) -> None:
     """A whole frame whose proof is not that of its token ids makes no record."""
     die(tmp_path, [[1, 2, 3]], changes={"seed": (7, 8)})
