@@ -5,17 +5,19 @@ Many servers may share one. Nothing in it counts anything: the sealed shards are
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import re
 import socket
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from hashtap.errors import FormatError, UsageError
 
@@ -24,12 +26,15 @@ __all__ = [
     "IDENTITY_FILE",
     "PARTIAL_SUFFIX",
     "CaptureDirectory",
+    "drop_drafts",
     "host_name",
     "locked",
+    "open_regular",
     "place_first",
     "read_regular",
     "shard_name",
     "sync_directory",
+    "whole_file",
 ]
 
 FORMAT_VERSION = 1
@@ -134,11 +139,11 @@ class CaptureDirectory:
             raise UsageError(f"cannot list the capture directory {self.path}: {error.strerror}") from error
 
 
-def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """A file that may be anything: never waits for a pipe, and reads no device.
+def open_regular(path: Path, limit_bytes: int) -> BinaryIO:
+    """Open a file that may be anything: never waits for a pipe, and opens no device.
 
     Raises:
-        OSError: when it cannot be read.
+        OSError: when it cannot be opened.
         FormatError: when it is not a regular file, or longer than ``limit_bytes``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -148,10 +153,58 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
             raise FormatError(f"{path} is damaged: it is not a regular file")
         if state.st_size > limit_bytes:
             raise FormatError(f"{path} is damaged: it has {state.st_size} bytes, over the limit of {limit_bytes}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit_bytes)
-    finally:
+        return open(descriptor, "rb")
+    except BaseException:
         os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """All of such a file. Raises as :func:`open_regular`."""
+    with open_regular(path, limit_bytes) as file:
+        return file.read(limit_bytes)
+
+
+@contextmanager
+def whole_file(
+    path: Path, *, place: Callable[[Path, Path], object] | None = None, sync: bool = True
+) -> Iterator[BinaryIO]:
+    """A file to fill, which can be seen under its name once it is whole, and not at all after an error.
+
+    Until then it has a name that nobody can guess and is nobody else's: a link that lies in the directory, whatever
+    its name, is replaced and never written through.
+
+    Args:
+        path: its name; what has that name already is replaced.
+        place: gives the draft its name, if not :meth:`Path.replace`.
+        sync: whether it is on the disk before it has its name.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
+    file = draft.open("xb")
+    try:
+        with file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        (place or Path.replace)(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def drop_drafts(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left of :func:`whole_file`; for who is the only one that writes there.
+
+    Args:
+        folder: where they lie; those in folders below stay.
+        name: how the names of the files begin whose drafts they are.
+    """
+    for draft in folder.glob(f".{glob.escape(name)}*{PARTIAL_SUFFIX}"):
+        with suppress(OSError):
+            draft.unlink()
 
 
 def sync_directory(path: Path) -> None:
@@ -191,21 +244,14 @@ def place_first(draft: Path, path: Path) -> None:
 
 
 def _write_identity(path: Path) -> None:
-    """Write the identity file under a name of its own, then link it into place: first one wins."""
+    """Write the identity file; the first one wins."""
     facts = {
         "format": FORMAT_VERSION,
         "uuid": str(uuid.uuid4()),
         "created": datetime.now(UTC).isoformat("T", "seconds"),
     }
-    draft = path / f".{IDENTITY_FILE}.{uuid.uuid4().hex}"
-    try:
-        with draft.open("x") as file:
-            file.write(json.dumps(facts) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        place_first(draft, path / IDENTITY_FILE)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path / IDENTITY_FILE, place=place_first) as file:
+        file.write(json.dumps(facts).encode() + b"\n")
 
 
 def _parse_identity(path: Path, text: bytes) -> str:

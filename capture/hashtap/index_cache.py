@@ -17,12 +17,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import xxhash
 
-from hashtap.directory import read_regular
+from hashtap.directory import read_regular, whole_file
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, Shard, check_sizes, check_tables
@@ -75,14 +74,8 @@ def store_cache(directory: Path, shards: Mapping[Path, tuple[Identity, Shard]]) 
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(piece)
-    draft = directory / f"{CACHE_NAME}.{uuid4().hex}"
-    try:
-        with draft.open("xb") as file:
-            file.writelines([_MAGIC, digest.digest(), *pieces])
-        draft.rename(directory / CACHE_NAME)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
+    with suppress(OSError), whole_file(directory / CACHE_NAME, sync=False) as file:
+        file.writelines([_MAGIC, digest.digest(), *pieces])
 
 
 def _parse(directory: Path, data: bytes) -> dict[Path, tuple[Identity, Shard]]:

@@ -9,13 +9,15 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hashtap.directory import locked
+from hashtap.directory import drop_drafts, locked, open_regular, whole_file
 from hashtap.errors import FormatError, MismatchError, UsageError
 from hashtap.samples import Sample
 
@@ -23,6 +25,14 @@ __all__ = ["MANIFEST_NAME", "Manifest", "ManifestRow"]
 
 MANIFEST_NAME = "manifest.parquet"
 _DIRECTORY = b"hashtap.directory"
+_LIMIT_BYTES = 1 << 40
+_FOOTER_LIMIT_BYTES = 1 << 27
+"""Its reader allocates what the file says that the footer has: 600 bytes for 1,024 samples."""
+_LIST_LIMIT = 1 << 17
+"""As it does for the footer's lists, of which the longest has an entry for 1,024 samples."""
+_DECODED_LIMIT = 1 << 13
+"""So much is decoded of a byte of the file at most: masks of 175,000 tokens, all ones, take 22 bytes."""
+_LEAST_LIMIT_BYTES = 1 << 22
 _SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
@@ -32,6 +42,7 @@ _SCHEMA = pa.schema(
         pa.field("loss_mask", pa.list_(pa.uint8())),
     ]
 )
+_STRINGS = ["sample_id", "key", "epoch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +73,17 @@ class Manifest:
         """The manifest in ``directory``; an empty one when there is none.
 
         Raises:
-            FormatError: when the file is not a manifest.
+            FormatError: when the file is not a manifest, or one that decodes to far more than any sample file makes.
         """
         path = Path(directory) / MANIFEST_NAME
         try:
-            if path.exists() and not path.is_file():
-                raise ValueError("it is not a regular file")  # arrow would wait for a pipe
-            table = pq.read_table(path, partitioning=None)
-            if not table.schema.equals(_SCHEMA):
-                raise FormatError(f"{path} is not a hashtap manifest: its columns are {table.schema.names}")
-            return cls(table)
+            with open_regular(path, _LIMIT_BYTES) as file:
+                return cls(_read(file))
         except FileNotFoundError:
             return cls(_SCHEMA.empty_table())
-        except (OSError, ValueError) as error:
-            raise FormatError(f"cannot read the manifest {path}: {error}; remove it and extract again") from None
+        except (OSError, ValueError, IndexError, FormatError) as error:
+            why = " ".join(str(error).split())  # arrow ends some of its errors with a line break
+            raise FormatError(f"cannot read the manifest {path}: {why}; remove it and extract again") from None
 
     @classmethod
     def merge(cls, directory: str | Path, samples: Sequence[Sample], *, epoch: str, directory_uuid: str) -> "Manifest":
@@ -153,13 +161,34 @@ class Manifest:
 
     def _write(self, directory: Path) -> None:
         table = self._table.replace_schema_metadata({_DIRECTORY: self._directory_uuid.encode()})
-        partial = directory / f"{MANIFEST_NAME}.partial"
-        with partial.open("wb") as file:
+        drop_drafts(directory, MANIFEST_NAME)
+        with whole_file(directory / MANIFEST_NAME) as file:
             # Small row groups bound what the writer holds of the masks.
             pq.write_table(table, file, compression="zstd", row_group_size=1024)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(directory / MANIFEST_NAME)
+
+
+def _read(file: BinaryIO) -> pa.Table:
+    """The table in a file that may be hostile. ValueError, IndexError or OSError when it is none, or far too large."""
+    file_bytes = file.seek(0, os.SEEK_END)
+    limit = max(_LEAST_LIMIT_BYTES, file_bytes * _DECODED_LIMIT)
+    file.seek(max(file_bytes - 8, 0))
+    if (footer_bytes := int.from_bytes(file.read(4), "little")) > _FOOTER_LIMIT_BYTES:
+        raise ValueError(f"its footer has {footer_bytes} bytes, over the limit of {_FOOTER_LIMIT_BYTES}")
+    found = pq.ParquetFile(file, thrift_container_size_limit=_LIST_LIMIT)
+    if not found.schema_arrow.equals(_SCHEMA):
+        raise ValueError(f"it is not a hashtap manifest: its columns are {found.schema_arrow.names}")
+    groups = [found.metadata.row_group(number) for number in range(found.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    sizes = [size for group in groups for size in (group.total_byte_size, group.column(len(_SCHEMA) - 1).num_values)]
+    if rows > file_bytes or sum(sizes) > limit or min(sizes, default=0) < 0:
+        raise ValueError(f"its {rows} rows would be {sum(sizes)} bytes, of a file of {file_bytes}")
+    # Strings as dictionaries, since few bytes may name a long one many times.
+    table = pq.read_table(file, partitioning=None, read_dictionary=_STRINGS, thrift_container_size_limit=_LIST_LIMIT)
+    chunks = [chunk for name in _STRINGS for chunk in table[name].chunks]
+    named = sum(pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0 for chunk in chunks)
+    if named > limit:
+        raise ValueError(f"its ids would be {named} bytes, of a file of {file_bytes}")
+    return table.cast(_SCHEMA.with_metadata(table.schema.metadata))
 
 
 def _table(samples: Sequence[Sample], epoch: str) -> pa.Table:

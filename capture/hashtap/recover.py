@@ -5,7 +5,6 @@ complete. The sealed shard is written beside the partial file, which goes last: 
 """
 
 import fcntl
-import glob
 import logging
 import mmap
 import os
@@ -15,12 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 
 from hashtap.catalog import Catalog
-from hashtap.directory import PARTIAL_SUFFIX, CaptureDirectory, host_name, place_first, sync_directory
+from hashtap.directory import (
+    PARTIAL_SUFFIX,
+    CaptureDirectory,
+    drop_drafts,
+    host_name,
+    place_first,
+    sync_directory,
+    whole_file,
+)
 from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.logs import log
@@ -30,7 +36,6 @@ from hashtap.shard import index_row, sealed_header, trailer_words, unsealed_fact
 __all__ = ["TORN_SUFFIX", "Recovery", "describe", "recover"]
 
 TORN_SUFFIX = ".torn"
-_DRAFT_SUFFIX = ".recovering"
 _NEWBORN_S = 60.0  # how long an empty file may be one whose writer has not locked it yet
 
 
@@ -192,11 +197,10 @@ def _recover(
             partial.rename(target.with_name(target.name + TORN_SUFFIX))
             return Recovery(partial.name, "set aside", "no prompt is whole in it", torn_bytes=size)
     if torn:
-        with target.with_name(target.name + TORN_SUFFIX).open("wb") as file:
+        with whole_file(target.with_name(target.name + TORN_SUFFIX)) as file:
             for piece in torn:
                 file.write(piece.data)
-    for draft in directory.path.glob(glob.escape(f".{target.name}.") + "*" + _DRAFT_SUFFIX):
-        draft.unlink(missing_ok=True)  # of a recovery that was killed
+    drop_drafts(directory.path, target.name)
     partial.unlink(missing_ok=True)
     return Recovery(
         partial.name,
@@ -223,26 +227,19 @@ def _sealed(catalog: Catalog) -> Catalog:
 
 
 def _write_shard(path: Path, facts: ShardFacts, frames: Sequence[Whole], records: Sequence[tuple[int, ...]]) -> None:
-    """Write a sealed shard of these frames: under a name of its own first, so that it appears whole.
+    """Write a sealed shard of these frames.
 
     Where locks do not work others may be at it too. The first one wins: to the others its records are duplicates.
     """
-    draft = path.with_name(f".{path.name}.{uuid4().hex}{_DRAFT_SUFFIX}")
     rows, offset = [], 0
     for frame in frames:
         rows.append(index_row(frame.header, offset))
         offset += frame.header.stored_bytes
     index, table = (np.array(words, "<u8").tobytes() for words in (rows, records))
     head = sealed_header(facts, offset, len(frames), len(records))
-    try:
-        with draft.open("wb") as file:
-            file.write(head)
-            for frame in frames:
-                file.write(frame.stored.data)
-            file.write(index + table + trailer_words(head, index, table))
-            file.flush()
-            os.fsync(file.fileno())
-        place_first(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path, place=place_first) as file:
+        file.write(head)
+        for frame in frames:
+            file.write(frame.stored.data)
+        file.write(index + table + trailer_words(head, index, table))
     sync_directory(path.parent)

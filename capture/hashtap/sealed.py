@@ -2,13 +2,14 @@
 
 import asyncio
 import fcntl
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import BinaryIO, Protocol
 
 from hashtap.client import ServerClient, ServerInfo
-from hashtap.errors import MismatchError
+from hashtap.errors import MismatchError, UsageError
 from hashtap.order import SealingOrder
 from hashtap.reader import Reader
 
@@ -24,7 +25,7 @@ class SealedKeys(Protocol):
         """Those of ``keys`` that stand in sealed shards now."""
 
     async def begin(self) -> None:
-        """More is to come: trainers that follow the directory shall wait for it."""
+        """More is to come: trainers that follow the directory shall wait for it. UsageError when they can't be told."""
 
     async def finish(self) -> None:
         """All is sealed: trainers shall end with what is there now, unless another client still has more."""
@@ -49,7 +50,7 @@ class SharedDirectory:
 
     def __init__(self, path: Path, info: ServerInfo) -> None:
         self._order = SealingOrder(path, info.epoch)
-        self._running: TextIO | None = None
+        self._running: BinaryIO | None = None
         self._reader = Reader(path, epoch=info.epoch, strict=False)
         self._lock = threading.Lock()  # a cancelled question still runs in its thread
         uuid = self._reader.directory.uuid
@@ -85,8 +86,14 @@ class SharedDirectory:
 
     def _begin(self) -> None:
         # All clients that run share a lock, so that the last one knows that it is the last, however the others ended.
-        self._running = (self._reader.directory.path / _RUNNING).open("a")
-        fcntl.flock(self._running, fcntl.LOCK_SH)
+        path = self._reader.directory.path / _RUNNING
+        try:
+            # Without waiting, as somebody may have put a pipe there, or a link to what must not be made or changed.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._running = os.fdopen(os.open(path, flags, 0o666), "rb", buffering=0)
+            fcntl.flock(self._running, fcntl.LOCK_SH)
+        except OSError as error:
+            raise UsageError(f"cannot lock {path}: {error.strerror or error}. Remove it, or check its owner") from None
         self._order.reopen()
 
     def _finish(self) -> None:

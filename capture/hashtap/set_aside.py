@@ -6,11 +6,10 @@
 
 import io
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from hashtap.directory import locked, read_regular
+from hashtap.directory import drop_drafts, locked, read_regular, whole_file
 from hashtap.errors import FormatError, UsageError
 from hashtap.report import Problem
 
@@ -62,11 +61,10 @@ def add_set_aside(directory: Path, problems: Iterable[Problem]) -> int:
         FormatError: when it is damaged.
     """
     path = directory / SET_ASIDE_NAME
-    draft = directory / f"{SET_ASIDE_NAME}.partial"
     try:
         with locked(directory):
             known = set(load_set_aside(directory))
-            before = path.read_bytes().removesuffix(b"\n") + b"\n" if known else b""
+            before = read_regular(path, _LIMIT_BYTES).removesuffix(b"\n") + b"\n" if known else b""
             lines = []
             for problem in problems:
                 if problem.writer is None or problem.serial is None or (problem.writer, problem.serial) in known:
@@ -90,11 +88,9 @@ def add_set_aside(directory: Path, problems: Iterable[Problem]) -> int:
                         f"{_LIMIT_BYTES} and {_LINE_LIMIT_BYTES}: move the shards of the bad records away and capture "
                         "their samples again"
                     )
-                with draft.open("wb") as file:
+                drop_drafts(directory, SET_ASIDE_NAME)
+                with whole_file(path) as file:
                     file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     return len(lines)

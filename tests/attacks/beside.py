@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 from tests.attacks.attack import EPOCH, OUTSIDE, TARGET, Attack
 from tests.attacks.files import FACTS, Edit, trap
@@ -14,10 +17,12 @@ from tests.attacks.frames import FRAMES, SECTIONS
 from hashtap.directory import IDENTITY_FILE, PARTIAL_SUFFIX, host_name
 from hashtap.index_cache import CACHE_NAME, identity_of, store_cache
 from hashtap.manifest import MANIFEST_NAME
+from hashtap.quarantine import QUARANTINE_NAME
+from hashtap.recover import TORN_SUFFIX
 from hashtap.set_aside import SET_ASIDE_NAME
 from hashtap.shard import INDEX_COLUMNS, RECORD_COLUMNS, read_shard
 
-__all__ = ["ASIDE", "BESIDE", "IDENTITY", "LIES", "MANIFEST", "NO_FILES", "ORDER", "SPOILT"]
+__all__ = ["ASIDE", "BESIDE", "IDENTITY", "LIES", "MANIFEST", "NO_FILES", "ORDER", "SPOILT", "WRITTEN"]
 
 
 def beside(name: str, make: Callable[[Path], object]) -> Edit:
@@ -139,9 +144,44 @@ LIES = {
     )
 }
 
+
+def repeated(value: str, rows: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value]))
+
+
+def table(rows: int = 1, *, sample_id: str = "a", mask_tokens: int = 1) -> Edit:
+    """A manifest whose rows are all the same: a few kB, whatever their number and size."""
+    mask = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows * mask_tokens, np.uint8)), mask_tokens)
+    columns = {
+        **{name: repeated(value, rows) for name, value in (("sample_id", sample_id), ("key", "0" * 32), ("epoch", ""))},
+        "tokens": pa.array(np.ones(rows, np.int32)),
+        "loss_mask": mask.cast(pa.list_(pa.uint8())),
+    }
+    required = [pa.field(name, column.type, name == "loss_mask") for name, column in columns.items()]
+    made = pa.table(list(columns.values()), pa.schema(required))
+    return lambda path: pq.write_table(made, path, compression="zstd", store_schema=False, row_group_size=rows)
+
+
+def footer(thrift: bytes, size: int) -> Edit:
+    """A Parquet file whose footer has a size, and begins so."""
+
+    def make(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(b"PAR1" + thrift)
+            file.seek(4 + size)
+            file.write(size.to_bytes(4, "little") + b"PAR1")
+
+    return make
+
+
 MANIFEST = {
     f"a manifest that {name}": Attack(beside(MANIFEST_NAME, make), "cannot read the manifest")
     for name, make in (
+        ("has a row of 64 million tokens", table(mask_tokens=1 << 26)),
+        ("names a megabyte a thousand times", table(1000, sample_id="a" * (1 << 20))),
+        ("has two million rows in a few kB", table(2_000_000)),
+        ("has a footer of 4 GB", footer(b"", (1 << 32) - 1)),
+        ("has a footer of a million columns", footer(b"\x15\x02\x19\xfc\xbf\x84\x3d", 7)),
         ("is a pickle", pickled),
         ("is noise", filled(b"PAR1" + os.urandom(200) + b"PAR1")),
         ("is half a header", filled(b"PAR1")),
@@ -259,4 +299,54 @@ NO_FILES = {
     )
 }
 
-BESIDE = IDENTITY | CACHE | LIES | MANIFEST | ASIDE | ORDER | SPOILT | NO_FILES | NAMES
+
+def quarantined(samples: object) -> bytes:
+    return json.dumps({"samples": samples}).encode() + b"\n"
+
+
+QUARANTINE = {
+    f"a quarantine that {name}": Attack(beside(QUARANTINE_NAME, make), reason, limit_mb)
+    for name, make, reason, limit_mb in (
+        ("is noise", filled(b"\xff\xfe\x00\xd8" * 1000), "", 8),
+        ("is a tower", filled(b"[" * 60_000 + b"\n" + quarantined("x")), "", 8),
+        ("is a line of 200 MiB", lambda path: (path.touch(), os.truncate(path, 200 << 20)), "", 8),
+        ("has 340,000 lists in a line", filled(b"[" + b"[]," * 340_000 + b"[]]\n"), "", 48),
+        ("has 200,000 lines of others", filled(quarantined("x" * 100) * 200_000), "", 8),
+        ("is a pickle", pickled, "", 8),
+        ("is a terabyte", terabyte, "over the limit .* remove it", 8),
+        ("is a folder", Path.mkdir, "not a regular file; remove it", 8),
+        ("is a pipe", os.mkfifo, "not a regular file; remove it", 8),
+        ("is endless", lambda path: path.symlink_to("/dev/zero"), "not a regular file; remove it", 8),
+        ("leads out of the directory", lambda path: path.symlink_to(f"../{OUTSIDE}"), "", 8),
+    )
+}
+
+
+def led_out(name: str, to: str = OUTSIDE) -> Edit:
+    """A link under a name that hashtap might write to, and a dead writer's file that is partly whole."""
+
+    def edit(path: Path) -> None:
+        outside = path.parent.with_name(OUTSIDE).read_bytes()
+        path.with_name(DEAD).write_bytes(bytes(8) + outside[8:])
+        beside(name, lambda link: link.symlink_to(f"../{to}"))(path)
+
+    return edit
+
+
+RUNNING = ".hashtap-extracting"
+LINKS = {
+    f"a link out called {name}": Attack(led_out(name), "")
+    for name in (
+        DEAD.removesuffix(PARTIAL_SUFFIX) + TORN_SUFFIX,
+        *(f"{name}{PARTIAL_SUFFIX}" for name in (SET_ASIDE_NAME, MANIFEST_NAME, QUARANTINE_NAME, CACHE_NAME)),
+    )
+}
+LOCKS = {
+    "a client's lock that leads out": Attack(led_out(RUNNING), "cannot lock .* Remove it"),
+    "a client's lock that leads to what is not there": Attack(led_out(RUNNING, "new"), "cannot lock .* Remove it"),
+    "a client's lock that is a folder": Attack(beside(RUNNING, Path.mkdir), "cannot lock .* Remove it"),
+    "a client's lock that is a pipe": Attack(beside(RUNNING, os.mkfifo), ""),  # it locks as well as any file
+}
+WRITTEN = QUARANTINE | LINKS | LOCKS
+
+BESIDE = IDENTITY | CACHE | LIES | MANIFEST | ASIDE | ORDER | SPOILT | NO_FILES | NAMES | WRITTEN

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.attacks.attack import GOOD_PROMPTS, TARGET, TARGET_PROMPTS, copy_of, make_base
-from tests.attacks.beside import ASIDE, BESIDE, IDENTITY, LIES, MANIFEST, NO_FILES, ORDER, SPOILT
+from tests.attacks.attack import GOOD_PROMPTS, OUTSIDE, TARGET, TARGET_PROMPTS, copy_of, make_base
+from tests.attacks.beside import ASIDE, BESIDE, IDENTITY, LIES, MANIFEST, NO_FILES, ORDER, SPOILT, WRITTEN
 from tests.attacks.files import FACTS, FILES, HEADERS, LENGTHS, trap
 from tests.attacks.frames import FRAMES, SECTIONS, section
 from tests.attacks.tables import INDEX, RECORDS, resealed_with
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 SHARDS = FILES | LENGTHS | HEADERS | FACTS | INDEX | RECORDS
 PAYLOADS = FRAMES | SECTIONS
 ATTACKS = SHARDS | PAYLOADS | BESIDE
+WAYS = {"manifest": MANIFEST, "order": ORDER, "write": WRITTEN}
+"""In which way of using a directory an attack is noticed, other than by reading it."""
 UNSPOILT = "nothing"
 """A directory that nobody attacks; it is read first, and must be read whole."""
 
@@ -52,7 +54,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Hostile:
         shard = copy_of(base, home / str(number))
         attack.make(shard)
         folders[name] = str(shard.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # The C library would reserve address space for each new thread, which counts against the limit.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-m", "tests.attacks.victim", *folders.values()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert run.returncode == 0, run.stderr
@@ -72,12 +75,12 @@ def test_an_attack_is_one_typed_error(hostile: Hostile, name: str) -> None:
     attack, outcome = ATTACKS[name], hostile.outcomes[name]
     errors = outcome["errors"]
     assert not [error for error in errors.values() if error.startswith("NOT TYPED")]
-    told = errors["manifest" if name in MANIFEST else "order" if name in ORDER else "reader"]
+    told = errors[next((way for way, table in WAYS.items() if name in table), "reader")]
     if name in LIES:  # they are found out where the shard says otherwise; who verifies does not listen to them
         assert told.startswith("FormatError: ") or not told
         assert errors["verify"] == ""
     elif attack.reason:
-        assert told.startswith(("FormatError: ", "UsageError: ") if name in ORDER else "FormatError: ")
+        assert told.startswith(("FormatError: ", "UsageError: ") if name in ORDER | WRITTEN else "FormatError: ")
         assert re.search(attack.reason, told)
         assert len(told.splitlines()) == 1
     else:
@@ -96,7 +99,7 @@ def test_the_command_line_shows_no_traceback(hostile: Hostile, name: str) -> Non
         assert code in (0, 1)
         assert "Traceback" not in err
         assert len(err.splitlines()) <= 1
-    if name not in MANIFEST | ORDER:
+    if name not in MANIFEST | ORDER | WRITTEN:
         assert codes["verify"][0] == (1 if attack.reason and name not in LIES else 0)
 
 
@@ -111,6 +114,13 @@ def test_an_attack_hides_nothing_else(hostile: Hostile, name: str) -> None:
         assert left == TARGET_PROMPTS
     elif name in PAYLOADS and ATTACKS[name].reason:
         assert left == TARGET_PROMPTS[1:]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_is_written_outside(hostile: Hostile, name: str) -> None:
+    outside = hostile.home / str(list(ATTACKS).index(name)) / OUTSIDE
+    assert sorted(os.listdir(outside.parent)) == ["captures", OUTSIDE]
+    assert outside.read_bytes() == (hostile.home / "base" / OUTSIDE).read_bytes()
 
 
 @pytest.mark.parametrize("name", SPOILT | NO_FILES)

@@ -4,6 +4,7 @@
 reads them all: a limit on its memory holds for everything, and an audit hook sees whether anything is unpickled.
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -14,16 +15,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 from tests.attacks.attack import EPOCH
 
 import hashtap.catalog
 from hashtap.__main__ import main as command_line
+from hashtap.client import ServerInfo
 from hashtap.directory import CaptureDirectory
 from hashtap.errors import HashtapError
+from hashtap.identity import prompt_key
 from hashtap.manifest import Manifest
 from hashtap.order import SealingOrder
+from hashtap.quarantine import Quarantine
 from hashtap.reader import Reader
 from hashtap.recover import recover
+from hashtap.report import Problem
+from hashtap.samples import BadSample, Sample
+from hashtap.sealed import SharedDirectory
+from hashtap.set_aside import add_set_aside
 from hashtap.verify import verify
 
 __all__ = ["Outcome"]
@@ -72,6 +81,7 @@ def look_at(directory: Path) -> Outcome:
     outcome.attempt("recover", lambda: recover(CaptureDirectory.open(directory)))
     for command in ("verify", "show"):
         outcome.codes[command] = run(command, str(directory))
+    outcome.attempt("write", lambda: write(directory))
     outcome.grown_mb = (memory("VmHWM") - before) / 1024
     return outcome
 
@@ -95,6 +105,21 @@ def follow(directory: Path) -> None:
     order = SealingOrder(directory, EPOCH)
     order.look()
     order.extend(Reader(directory, epoch=EPOCH, strict=False))
+
+
+def write(directory: Path) -> None:
+    """Write all that ``extract`` and ``verify --set-aside`` write."""
+    uuid = CaptureDirectory.open(directory).uuid
+    add_set_aside(directory, [Problem("nan", "", writer="a", serial=1)])
+    ids = np.array([1, 2], np.int32)
+    Manifest.merge(directory, [Sample("a", 1, prompt_key(ids), ids, None)], epoch=EPOCH, directory_uuid=uuid)
+    with Quarantine(directory, Path("samples.jsonl")) as quarantine:
+        quarantine.add(BadSample(2, None, "empty", ""))
+    store = SharedDirectory(directory, ServerInfo(uuid, "", "", EPOCH, (), "post", 4, 72, "bfloat16", 100, 100))
+    try:
+        asyncio.run(store.begin())
+    finally:
+        store.close()
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -136,7 +136,7 @@ def test_death_at_every_step_of_the_index_cache(made: Path, tmp_path: Path, monk
                     os.kill(os.getpid(), signal.SIGKILL)
                 left[0] -= 1
 
-            for name in ("pathlib.Path.open", "pathlib.Path.rename"):
+            for name in ("pathlib.Path.open", "pathlib.Path.replace"):
                 monkeypatch.setattr(name, announced(name, step))
             Reader(path)
             os._exit(0)

@@ -132,7 +132,7 @@ def test_a_directory_that_cannot_be_written(path: Path, monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.rename", refuse)
+        patch.setattr("pathlib.Path.replace", refuse)
         assert_right(path)
     assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
 

@@ -214,7 +214,7 @@ def test_a_second_recovery_that_dies_where_locks_are_useless(tmp_path: Path, mon
 
     def die_when_opened(path: Path, *arguments: object, **options: object) -> object:
         file = opened(path, *arguments, **options)  # type: ignore[call-overload]
-        if ".recovering" in path.name:
+        if path.name.startswith("."):
             os.kill(os.getpid(), signal.SIGKILL)
         return file
 
@@ -448,7 +448,7 @@ def test_death_at_every_step_of_a_recovery(tmp_path: Path) -> None:
         assert_captured(path, PROMPTS[:3])
         assert CaptureDirectory.open(path).partials() == []
         assert len(list(path.glob("*.torn"))) == 1
-        assert list(path.glob("*.recovering")) == []
+        assert list(path.glob(".*.partial")) == []
         if not died:
             assert number > 8
             return

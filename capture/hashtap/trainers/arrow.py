@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from hashtap.trainers.whole_file import write_whole
+from hashtap.directory import whole_file
 
 __all__ = ["write_arrow"]
 
@@ -45,7 +45,8 @@ def write_arrow(rows: Iterable[tuple[Ids, Ids]], out: Path, fingerprint: str) ->
             counts = counted
             stream.write_batch(_record_batch(ids, masks, [len(row) for row, _ in batch]))
     frequencies = {int(token): int(counts[token]) for token in np.flatnonzero(counts)}
-    write_whole(out / "token_freq.pt", lambda file: torch.save(frequencies, file))
+    with whole_file(out / "token_freq.pt") as file:
+        torch.save(frequencies, file)
     info = {"citation": "", "description": "", "features": _FEATURES, "homepage": "", "license": ""}
     _write_json(out / _INFO, info)
     state: dict[str, Any] = {
@@ -81,4 +82,5 @@ def _record_batch(ids: Ids, masks: Ids, lengths: list[int]) -> pa.RecordBatch:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
+    with whole_file(path) as file:
+        file.write(json.dumps(content, indent=1).encode())

@@ -22,12 +22,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from hashtap.directory import PARTIAL_SUFFIX, drop_drafts, whole_file
 from hashtap.errors import MismatchError, UsageError
 from hashtap.trainers.arrow import write_arrow
 from hashtap.trainers.notes import NOTES_NAME, SAMPLES_NAME, differences, notes_of, sample_lines
 from hashtap.trainers.source import TrainerSource
 from hashtap.trainers.targets import Fields
-from hashtap.trainers.whole_file import PARTIAL, write_whole
 
 __all__ = ["Exported", "export"]
 
@@ -77,6 +77,8 @@ def _export(source: TrainerSource, out: Path, threads: int, states: bool, progre
     _begin(out, notes, sample_lines(source))
     finished = [not states or (out / source.target.file(index)).exists() for index in range(len(source))]
     todo = [index for index, there in enumerate(finished) if not there]
+    for folder in {out, *((out / source.target.file(index)).parent for index in todo)}:
+        drop_drafts(folder)
     started, tokens = time.monotonic(), 0
     for done, index in enumerate(_at_once(todo, threads, lambda index: _write_sample(source, index, out)), 1):
         tokens += source.lengths[index]
@@ -100,23 +102,27 @@ def _begin(out: Path, notes: dict[str, Any], lines: bytes) -> None:
                 f"{out} holds another export: it differs in {', '.join(differ)} ({path}). Give an empty folder, or "
                 "remove that one"
             )
-        write_whole(path, lambda file: file.write(as_bytes))
+        with whole_file(path) as file:
+            file.write(as_bytes)
         return
-    strange = {entry.name for entry in out.iterdir() if not entry.name.endswith(PARTIAL)} - {SAMPLES_NAME}
+    strange = {entry.name for entry in out.iterdir() if not entry.name.endswith(PARTIAL_SUFFIX)} - {SAMPLES_NAME}
     if strange:
         raise UsageError(f"{out} is not empty, {min(strange)} is in it: give an empty folder")
-    write_whole(out / SAMPLES_NAME, lambda file: file.write(lines))
-    write_whole(path, lambda file: file.write(as_bytes))
+    with whole_file(out / SAMPLES_NAME) as file:
+        file.write(lines)
+    with whole_file(path) as file:
+        file.write(as_bytes)
 
 
 def _write_sample(source: TrainerSource, index: int, out: Path) -> None:
     fields = source[index]
     path = out / source.target.file(index)
     path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".safetensors":
-        write_whole(path, lambda file: file.write(_safetensors(fields)))
-    else:
-        write_whole(path, lambda file: torch.save(fields, file))
+    with whole_file(path) as file:
+        if path.suffix == ".safetensors":
+            file.write(_safetensors(fields))
+        else:
+            torch.save(fields, file)
 
 
 def _ids_and_masks(source: TrainerSource, out: Path, states: bool) -> Iterator[tuple[Ids, Ids]]:
