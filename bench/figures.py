@@ -56,10 +56,11 @@ class Figure:
 
 @dataclass(slots=True)
 class Measured:
-    """One run of a measurement: its figures and everything else that is worth keeping."""
+    """One run of a measurement: its figures, what else is to be told, and everything that is worth keeping."""
 
     figures: list[Figure]
     details: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def measurements() -> dict[str, Callable[[], Measured]]:
@@ -96,20 +97,21 @@ def main() -> None:
     unknown = set(options.names) - set(known)
     if unknown:
         parser.error(f"no measurement is called {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
-    figures: list[Figure] = []
+    lines: list[str] = []
+    good = True
     record: dict[str, Any] = surroundings(["python", "bench/figures.py", *sys.argv[1:]])
     for name in options.names or known:
         found, runs = measure(known[name], once=options.once)
-        figures += found
-        record[name] = {"figures": [f.line() for f in found], "runs": [run.details for run in runs]}
+        good &= all(figure.ok for figure in found)
+        notes = runs[-1].notes
+        record[name] = {"figures": [f.line() for f in found], "notes": notes, "runs": [run.details for run in runs]}
+        lines += [*record[name]["figures"], *(f"  {note}" for note in notes)]
     path = options.record or (None if options.names else ROOT / "bench" / "results" / "figures.json")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
-    print()
-    for figure in figures:
-        print(figure.line())
-    sys.exit(not all(figure.ok for figure in figures))
+    print("", *lines, sep="\n")
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

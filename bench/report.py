@@ -110,9 +110,10 @@ def _server_figures(record: Record) -> Iterator[Figure]:
 
 
 def _figure_rows(record: Record) -> Iterator[str]:
-    yield from _bar_table(
-        line for part in record.values() if isinstance(part, dict) for line in part.get("figures", ())
-    )
+    parts = [part for part in record.values() if isinstance(part, dict)]
+    yield from _bar_table(line for part in parts for line in part.get("figures", ()))
+    notes = [note for part in parts for note in part.get("notes", ())]
+    yield from ["", *(f"- {note}" for note in notes)] if notes else []
 
 
 def _bar_table(lines: Iterable[str]) -> Iterator[str]:

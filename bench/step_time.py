@@ -58,10 +58,11 @@ def measure() -> Measured:
     details: dict[str, Any] = {
         f"{name}_over_zstd": ratio(steps[name], steps["zstd"]) for name in ("thread_4x576", "thread_4x6912")
     }
+    notes = []
     for name, rounds in steps.items():
         p50, p99 = (float(np.percentile(rounds, part)) * 1e3 for part in (50, 99))
         speed_mb = statistics.median(wrote[name])
-        print(f"step with {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, writer {speed_mb:.0f} MB/s", flush=True)
+        notes.append(f"step with {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, writer {speed_mb:.0f} MB/s")
         details[name] = {"p50_ms": p50, "p99_ms": p99, "writer_mb_per_s": speed_mb}
     pairs = ("full_4x576", "zstd", 1.05), ("full_4x6912", "zstd", 1.05), ("demo", "idle", 1.02)
     return Measured(
@@ -70,6 +71,7 @@ def measure() -> Measured:
             for one, other, bar in pairs
         ],
         details,
+        notes,
     )
 
 

@@ -24,16 +24,16 @@ class Rates:
 
     Attributes:
         prefill_tokens_per_s: of one GPU.
-        writer: raw bytes that one writer checks, compresses and writes; measured on a core of a Xeon server with
-            real states.
-        frame_s: seconds that it spends on each frame besides.
+        writer: raw bytes that one writer checks, compresses and writes; about what ``plan`` in
+            bench/results/figures.json has of a core of a server, with real states.
+        frame_s: seconds that it spends on each frame besides, from there too.
         disk: sequential writes, of one NVMe drive.
         pcie: from one GPU to pinned host memory, of a PCIe 5.0 x16 slot.
     """
 
     prefill_tokens_per_s: float = 5_000.0
-    writer: float = 0.7e9
-    frame_s: float = 0.3e-3
+    writer: float = 0.9e9
+    frame_s: float = 0.15e-3
     disk: float = 2.0e9
     pcie: float = 50e9
 

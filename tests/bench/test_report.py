@@ -31,7 +31,9 @@ def test_every_kind_of_record_is_reported_with_where_it_comes_from(tmp_path: Pat
             {"name": "test_codec", "stats": {"median": 0.002, "rounds": 9}, "extra_info": {"gb_per_s": 1.5}}
         ],
     }
-    figures = head | {"shards": {"figures": ["shards.read 1.25 GB/s >= 0.9 ok", "shards.x 0.1 >= 0.9 SHORT"]}}
+    figures = head | {
+        "shards": {"figures": ["shards.read 1.25 GB/s >= 0.9 ok", "shards.x 0.1 >= 0.9 SHORT"], "notes": ["1.3 of 1"]}
+    }
     for name, content in (
         ("server", head | server | record(Got(91, 24, 5000))),
         ("parts", parts),
@@ -49,6 +51,7 @@ def test_every_kind_of_record_is_reported_with_where_it_comes_from(tmp_path: Pat
         "| test_codec | 2 | 9 | 1.5 |",
         "| shards.read | 1.25 GB/s | >= 0.9 | ok |",
         "| shards.x | 0.1 | >= 0.9 | SHORT |",
+        "- 1.3 of 1",
     ):
         assert line in text, line
     assert text.count("- machine: ") == text.count("- versions: ") == 3
