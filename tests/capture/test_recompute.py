@@ -117,7 +117,9 @@ def test_chunks_that_attend_to_a_cache_differ_by_no_more_than_rounding(tmp_path:
     report = verify(chunked, SAMPLES, recompute=model())
     assert report.ok
     assert report.warnings == []
-    assert all(0 < each.median <= each.p99 <= each.max < each.bound for each in report.recomputed[1:])
+    # How many rows come to other bits is the processor's matter; that some do is not.
+    assert all(each.median <= each.p99 <= each.max < each.bound for each in report.recomputed[1:])
+    assert all(each.mean > 0 for each in report.recomputed[1:])
 
 
 def test_some_records_are_chosen_evenly(tmp_path: Path) -> None:
