@@ -199,7 +199,7 @@ NAMES = {
         ("a shard whose name has no stem", beside(".safetensors", filled(b"x"))),
         ("a folder of another name", beside("..hashtap", Path.mkdir)),
         ("a link to the folder above", beside("up", lambda path: path.symlink_to(".."))),
-        ("a draft of a recovery", beside(".a-good.safetensors.x.recovering", filled(b"x"))),
+        ("a draft of a recovery", beside(".a-good.safetensors.x.partial", filled(b"x"))),
     )
 }
 

@@ -1,7 +1,6 @@
 """Which rows belong to which prompt, whatever the server does to batches, chunks and order."""
 
 import json
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,20 +26,16 @@ pytestmark = pytest.mark.server
 FOUND, _ = installed_sglang()
 
 
-def counters(served: Served) -> Counter[str]:
-    return Counter(served.server.get("/server_info")["internal_states"][0]["hashtap"]["counters"])
-
-
 def shards(served: Served) -> set[Path]:
     return set(served.captures.glob("*.safetensors*"))
 
 
 @pytest.mark.cell("health checks and warm-up", "exact", "none of them is captured")
 def test_warm_up_and_health_checks_are_not_captured(llama: Served) -> None:
-    before, files = counters(llama), shards(llama)
+    before, files = llama.counters(), shards(llama)
     for _ in range(20):
         assert httpx.get(f"{llama.server.url}/health", timeout=30).status_code == 200
-    after = counters(llama)
+    after = llama.counters()
     # The warm-up came first of all; the health checks between the two looks.
     assert (after - before)["admitted"] == 0
     assert shards(llama) == files
@@ -111,12 +106,12 @@ def test_facts_of_the_server_stand_in_the_shard(llama: Served) -> None:
 
 @pytest.mark.cell("other people's prompts", "exact", "without the tag nothing is captured")
 def test_only_tagged_prompts_are_captured(llama: Served) -> None:
-    before = counters(llama)
+    before = llama.counters()
     (prompt,) = random_prompts([30], seed=3)
     answer = llama.server.generate(prompt, custom_params=None)
     assert answer["meta_info"].get("hashtap") is None
     assert llama.server.generate(prompt, custom_params={"hashtap": False})["meta_info"].get("hashtap") is None
-    assert (counters(llama) - before)["admitted"] == 0
+    assert (llama.counters() - before)["admitted"] == 0
 
 
 @pytest.mark.parametrize(
@@ -174,17 +169,17 @@ def test_sealed_route(llama: Served) -> None:
 
 
 def test_aborted_prompts_leave_nothing_in_the_way(llama: Served) -> None:
-    before = counters(llama)
+    before = llama.counters()
     prompts = random_prompts([3500] * 3, seed=7)
     rids = [uuid4().hex for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(llama.server.generate, p, rid=r) for p, r in zip(prompts, rids, strict=True)]
-        wait_until(lambda: counters(llama)["admitted"] == before["admitted"] + 3, 30, "the prompts to arrive")
+        wait_until(lambda: llama.counters()["admitted"] == before["admitted"] + 3, 30, "the prompts to arrive")
         for rid in rids:
             httpx.post(f"{llama.server.url}/abort_request", json={"rid": rid}, timeout=30)
         finished = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert "abort" in finished
-    wait_until(lambda: counters(llama)["ring_used_bytes"] == 0, 30, "the ring to be empty")
+    wait_until(lambda: llama.counters()["ring_used_bytes"] == 0, 30, "the ring to be empty")
     (next_prompt,) = random_prompts([200], seed=8)
     assert receipt(llama.server.generate(next_prompt))["state"] == "captured"
 
