@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_BYTES", "FULL", "BlockFile"]
+__all__ = ["BLOCK_BYTES", "PASSING", "BlockFile"]
 
 BLOCK_BYTES = 4096
 """Offsets and sizes of writes past the page cache are multiples of it."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a full disk, which pass when somebody makes room."""
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""The errors of a disk that is full or read-only for a while: they pass when somebody makes room or mounts it anew."""
 _BUFFER_BYTES = 2 << 20  # about what a core's cache holds: copying into memory that is not there takes twice as long
 
 U8Array = npt.NDArray[np.uint8]
@@ -36,7 +36,7 @@ class BlockFile:
     Args:
         path: of the file, which must not exist.
         head: its first bytes, a multiple of :data:`BLOCK_BYTES`.
-        wait: asked when the disk is full, with the lock on writing held; True to try again, False to fail.
+        wait: asked when the disk is full or read-only, with the lock on writing held; True to try again, False to fail.
 
     Raises:
         OSError: when it cannot be made or the head cannot be written; nothing is left behind then.
@@ -191,7 +191,7 @@ class BlockFile:
                 if error.errno == errno.EINVAL and self._direct:
                     self._set_direct(False)  # larger blocks than ours, or a short write that ended within one
                     continue
-                if error.errno in FULL and self._wait(error):
+                if error.errno in PASSING and self._wait(error):
                     continue
                 self._error = error
                 raise

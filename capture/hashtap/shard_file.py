@@ -38,7 +38,7 @@ class ShardFile:
         directory: where it goes.
         facts: what its header will say.
         number: its number in the writing run; part of its name.
-        wait: asked when the disk is full; True to try again, False to fail.
+        wait: asked when the disk is full or read-only; True to try again, False to fail.
 
     Raises:
         OSError: when it cannot be made; nothing is left behind then.

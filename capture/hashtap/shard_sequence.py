@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hashtap.block_file import FULL
+from hashtap.block_file import PASSING
 from hashtap.codec import Codec
 from hashtap.directory import CaptureDirectory, sync_directory
 from hashtap.facts import ShardFacts
@@ -129,7 +129,7 @@ class ShardSequence:
             try:
                 sealed = self._seal(shard, listed)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in PASSING:
                     raise
                 with self._changed:
                     self._disk_failed(f"cannot seal {shard.path}", error)

@@ -642,8 +642,8 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return codes.append
 
 
-@pytest.mark.parametrize("code", [28, 122])
-def test_a_disk_that_is_full_for_a_moment(tmp_path: Path, fails: Callable[[int], None], code: int) -> None:
+@pytest.mark.parametrize("code", [28, 122, 30])
+def test_a_disk_that_takes_nothing_for_a_moment(tmp_path: Path, fails: Callable[[int], None], code: int) -> None:
     prompts = [[n] * 100 for n in range(10)]
     with Host(tmp_path, threads=1) as host:
         host.capture(prompts[:5])
