@@ -42,7 +42,7 @@ LAYERS = [
         "show",
     },
     {"writer_messages", "writer_process", "writer_child", "unwritten", "told_passes", "writers"}
-    | {"transport", "staging", "session", "watch", "client", "sealed", "lead", "tally", "extract"},
+    | {"transport", "staging", "session", "watch", "client", "open_files", "sealed", "lead", "tally", "extract"},
     {"epoch", "layers", "final_states", "targets", "releases", "modes"}
     | {"rank", "handshake", "requests", "routes", "sglang_seam"},
     {"trainers", "bench"},

@@ -18,7 +18,7 @@ from hashtap.errors import MismatchError, ServerLost, UsageError
 from hashtap.identity import NEEDS_RECOMPUTE, PAST_THE_CACHE
 from hashtap.sample_fields import Limits
 
-__all__ = ["NeedsRecompute", "Refused", "ServerClient", "ServerInfo", "TryAgain"]
+__all__ = ["Busy", "NeedsRecompute", "Refused", "ServerClient", "ServerInfo", "TryAgain"]
 
 FORMAT_VERSION = 1
 KEYS_PER_QUESTION = 4096
@@ -27,6 +27,10 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 class TryAgain(Exception):
     """The prompt was not captured this time: a time-out, a lost connection, an abort, a full ring."""
+
+
+class Busy(TryAgain):
+    """The server takes no more at present: its queue is full, or the prompt stood in it for too long."""
 
 
 class NeedsRecompute(TryAgain):
@@ -54,9 +58,14 @@ class ServerInfo:
     max_prompt_tokens: int
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ELEMENT_BYTES[self.dtype]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one captured token row, L x H elements."""
-        return self.layers * self.hidden * _ELEMENT_BYTES[self.dtype]
+        return self.layers * self.hidden * self.element_bytes
 
     @property
     def limits(self) -> Limits:
@@ -164,7 +173,9 @@ class ServerClient:
             raise TryAgain(_describe(error)) from None
         if response.status_code in (400, 413, 422):
             raise Refused(_message(response))
-        if response.status_code in (408, 429) or response.status_code >= 500:
+        if response.status_code in (429, 503):
+            raise Busy(f"status {response.status_code}: {_message(response)}")
+        if response.status_code == 408 or response.status_code >= 500:
             raise TryAgain(f"status {response.status_code}: {_message(response)}")
         self._demand_ok(response, "/generate")
         try:

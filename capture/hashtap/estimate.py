@@ -71,16 +71,26 @@ class Estimate:
         free_bytes = self.free_bytes
         return free_bytes is None or free_bytes >= MARGIN * self.stored_bytes
 
+    @property
+    def line(self) -> str:
+        """What it takes and what there is, in one line."""
+        line = f"{self.tokens:,} tokens, about {_size(self.stored_bytes)} on disk at a ratio of {self.ratio:g}"
+        return f"{line}; {room}" if (room := self._room()) else line
+
+    def _room(self) -> str:
+        free_bytes = self.free_bytes
+        if free_bytes is None:
+            return ""
+        enough = "enough" if self.fits else f"too little: {MARGIN:.0%} of the estimate must be free"
+        return f"free in {self.directory}: {_size(free_bytes)}, {enough}"
+
     def __str__(self) -> str:
         lines = [
             f"a token: {self.layers} x {self.hidden} x {self.element_bytes} = {self.token_bytes:,} bytes",
             f"{self.tokens:,} tokens: {_size(self.raw_bytes)} of states",
             f"on disk: {_size(self.stored_bytes)} at a ratio of {self.ratio:g}",
         ]
-        if (free_bytes := self.free_bytes) is not None:
-            enough = "enough" if self.fits else f"too little: {MARGIN:.0%} of the estimate must be free"
-            lines.append(f"free in {self.directory}: {_size(free_bytes)}, {enough}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self._room()])])
 
 
 def _size(count: int) -> str:

@@ -5,6 +5,7 @@ stands in a sealed shard, so a run that was stopped anywhere goes on by starting
 """
 
 import asyncio
+import itertools
 import random
 import time
 from collections import deque
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hashtap.chat import ChatTokenizer
-from hashtap.client import Refused, ServerClient, ServerInfo, TryAgain
+from hashtap.client import Busy, Refused, ServerClient, ServerInfo, TryAgain
 from hashtap.errors import HashtapError, MismatchError, ServerLost, UsageError
+from hashtap.estimate import RATIO, Estimate
 from hashtap.lead import Lead
 from hashtap.manifest import Manifest
+from hashtap.open_files import allow_connections
 from hashtap.progress import Display
 from hashtap.quarantine import Quarantine
 from hashtap.samples import BadSample, load_samples
@@ -34,7 +37,7 @@ POLL_S = 0.5
 LOOK_EVERY_S = 10.0
 ASK_EVERY_S = 5.0
 LOST_GRACE_S = 10.0
-MAX_BACKOFF_S = 30.0
+MAX_BACKOFF_S, MAX_DOUBLINGS = 30.0, 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class ExtractOptions:
         layers: boundaries that the server must capture, None for any.
         concurrency: prompts in flight.
         timeout_s: how long one attempt may take.
-        attempts: how often a prompt is tried before its samples count as failed.
+        attempts: how often a prompt is tried before its samples count as failed; a try that finds the server too busy
+            counts only when it captured nothing else meanwhile.
         backoff_s: pause after the first failed attempt; it doubles, with jitter.
         stop_after: give up after so many failed prompts in a row.
         seal_wait_s: send captured prompts again when for so long none of them was sealed.
@@ -94,6 +98,7 @@ class Extraction:
         """
         options, display = self._options, self._display
         connections, timeout_s = options.concurrency, options.timeout_s
+        allow_connections(connections)
         async with ServerClient(
             options.server, connections=connections, timeout_s=timeout_s, api_key=options.api_key
         ) as client:
@@ -106,6 +111,8 @@ class Extraction:
             Manifest.merge(options.out, file.samples, epoch=info.epoch, directory_uuid=info.directory)
             tally = Tally(file, info.row_bytes)
             tally.found_sealed(await store.among(list(tally.prompts)))
+            if missing := sum(len(prompt.token_ids) for prompt in tally.missing()):
+                display.say(f"to capture: {_estimate(missing, info, None if options.remote else options.out).line}")
             with Quarantine(options.out, self._path) as quarantine:
                 for bad in file.bad:
                     quarantine.add(bad)
@@ -194,15 +201,19 @@ class _Run:
                 self._in_flight -= not again
 
     async def _send(self, prompt: Prompt) -> None:
-        for attempt in range(self._options.attempts):
+        failures, captured = 0, self._tally.prompts_captured
+        for attempt in itertools.count():
             self._tally.sent += 1
             try:
                 await self._client.capture(prompt.token_ids, prompt.key, self._info)
                 return
-            except TryAgain:
-                if attempt + 1 == self._options.attempts:
+            except TryAgain as trouble:
+                before, captured = captured, self._tally.prompts_captured
+                # A server that was too busy for this prompt and took others meanwhile will come to it.
+                failures += not (isinstance(trouble, Busy) and captured > before)
+                if failures == self._options.attempts:
                     raise
-            pause_s = min(self._options.backoff_s * 2**attempt, MAX_BACKOFF_S)
+            pause_s = min(self._options.backoff_s * 2 ** min(attempt, MAX_DOUBLINGS), MAX_BACKOFF_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
 
     async def _await_sealed(self) -> list[Prompt]:
@@ -276,6 +287,11 @@ def _open_store(options: ExtractOptions, client: ServerClient, info: ServerInfo)
     except OSError as error:
         raise UsageError(f"cannot make --out {options.out}: {error.strerror or error}") from None
     return RemoteDirectory(client)
+
+
+def _estimate(tokens: int, info: ServerInfo, directory: Path | None) -> Estimate:
+    ratio = RATIO if info.element_bytes == 2 else 1.0  # other elements have no planes to compress
+    return Estimate(tokens, info.layers, info.hidden, info.element_bytes, ratio, directory)
 
 
 def _check_layers(asked: tuple[int, ...] | None, info: ServerInfo) -> None:

@@ -77,6 +77,7 @@ class Peer:
     epoch: str = "weights-1"
     options: dict[str, Any] = field(default_factory=dict)
     received: list[dict[str, Any]] = field(default_factory=list)
+    in_flight: int = 0
     most_in_flight: int = 0
 
     def __enter__(self) -> "Peer":
@@ -101,7 +102,6 @@ class Peer:
         self._inbox: SimpleQueue[_Request | str] = SimpleQueue()
         self._waiting: list[_Request] = []
         self._attempts: Counter[str] = Counter()
-        self._in_flight = 0
         self._stop = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", self.port))
         self.port = self._socket.getsockname()[1]
@@ -190,12 +190,12 @@ class Peer:
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
-        self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
 
     async def _capture(self, body: dict[str, Any]) -> Any:
         loop = asyncio.get_running_loop()

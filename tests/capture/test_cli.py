@@ -77,9 +77,10 @@ def test_extract_prints_what_was_captured(tmp_path: Path, hashtap: Hashtap) -> N
         f"  named in {peer.directory}/quarantine.jsonl",
     ]
     assert re.fullmatch(r"  [\d,]+ tokens, 0\.\d MB of states, ratio 0\.\d{3}, 7 requests, .* tokens/s", lines[4])
-    assert err.splitlines() == [
-        f"left out before sending: 1 of 9 lines, {r}" for r in ("empty prompt", "out of vocabulary")
-    ]
+    *left_out, estimate = err.splitlines()
+    assert left_out == [f"left out before sending: 1 of 9 lines, {r}" for r in ("empty prompt", "out of vocabulary")]
+    room = rf"free in {peer.directory}: [\d.]+ [GT]B, enough"
+    assert re.fullmatch(rf"to capture: [\d,]+ tokens, about [\d,]+ bytes on disk at a ratio of 1\.48; {room}", estimate)
 
 
 @pytest.mark.parametrize(("fraction", "code"), [("0.5", 0), ("0.3", 0), ("0.29", 1)])
@@ -147,7 +148,9 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     done = re.search(r"^(\d+)/60 samples captured", out, re.MULTILINE)
     assert done is not None
     assert 1 <= int(done[1]) < 60
-    assert only_line(err).startswith("to capture the rest: hashtap extract ")
+    estimate, again = err.splitlines()
+    assert estimate.startswith("to capture: ")
+    assert again.startswith("to capture the rest: hashtap extract ")
 
 
 def test_verify_counts_and_names(captured: Captured, tmp_path: Path, hashtap: Hashtap) -> None:

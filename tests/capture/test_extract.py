@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,6 +235,10 @@ def test_unusable_lines_are_counted_and_never_sent(tmp_path: Path) -> None:
     assert summary.left_out == {"out of vocabulary": 25, "too long": 20, "no input_ids": 15}
     assert (summary.captured, summary.samples, summary.bad_fraction) == (40, 100, 0.6)
     assert log.lines[0] == "left out before sending: 25 of 100 lines, out of vocabulary"
+    tokens = sum(map(len, good))
+    on_disk = f"about {tokens * GEOMETRY.row_bytes / 1.48 / 1e6:.2f} MB on disk at a ratio of 1.48"
+    assert log.lines[3].startswith(f"to capture: {tokens:,} tokens, {on_disk}; free in {peer.directory}: ")
+    assert log.lines[3].endswith("enough")
     assert len(quarantined(peer.directory)) == 60
 
 
@@ -250,6 +256,46 @@ def test_many_samples_go_out_within_the_bound(tmp_path: Path) -> None:
         assert peer.most_in_flight <= 32
     assert summary.captured == 200
     assert_captured(peer.directory, wanted)
+
+
+def test_a_server_that_is_full_comes_to_every_prompt_in_time(tmp_path: Path) -> None:
+    """40 at once on a server with 4 places: many answers of "full", and nothing fails by them."""
+    wanted = prompts(60, longest=20)
+
+    def trouble(attempt: int, body: dict[str, Any]) -> Answer:
+        full = peer.in_flight >= 4
+        return JSONResponse({"detail": "The request queue is full."}, 503) if full else 0.02
+
+    with Peer(tmp_path / "captures", trouble=trouble) as peer:
+        summary = extract(write(tmp_path / "s.jsonl", wanted), peer, concurrency=40, attempts=2, backoff_s=0.001)
+    assert (summary.captured, summary.left_out) == (60, {})
+    times = Counter(tuple(body["input_ids"]) for body in peer.received)
+    assert max(times.values()) > 2, "no prompt met a full server as often as it may fail"
+    assert_captured(peer.directory, wanted)
+
+
+def test_a_server_that_stays_full_ends_the_run(tmp_path: Path) -> None:
+    full = JSONResponse({"detail": "The request queue is full."}, 503)
+    with Peer(tmp_path / "captures", trouble=lambda attempt, body: full) as peer:
+        with pytest.raises(ServerLost, match=r"20 samples failed in a row.*status 503: The request queue is full"):
+            extract(write(tmp_path / "s.jsonl", prompts(60)), peer, concurrency=1, attempts=3)
+        assert len(peer.received) == 20 * 3
+
+
+def test_more_connections_than_open_files(tmp_path: Path) -> None:
+    """The soft limit is raised as far as it must be; past the hard one nothing is sent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 50
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with Peer(tmp_path / "captures") as peer:
+            extract(write(tmp_path / "s.jsonl", prompts(1)), peer, concurrency=few)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few + 64, hard)
+            with pytest.raises(UsageError, match=rf"this process may have {hard:,}: give at most --concurrency"):
+                extract(write(tmp_path / "s.jsonl", prompts(2)), peer, concurrency=hard)
+            assert len(peer.received) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_server_without_hashtap_is_named(tmp_path: Path) -> None:
