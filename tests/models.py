@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 TINY_VOCAB, TINY_HIDDEN, TINY_LAYERS, MAX_POSITIONS = 512, 256, 8, 4096
-HEAD_DIM = 64
+HEAD_DIM, KV_HEADS = 64, 2
 RECIPE = "v1"  # change it when a model is made differently
 BASE: dict[str, Any] = {
     "vocab_size": TINY_VOCAB,
@@ -40,16 +40,16 @@ BASE: dict[str, Any] = {
 }
 
 
-def llama(*, plain: bool = False, layers: int = TINY_LAYERS, seed: int = 0) -> Path:
-    """A tiny Llama: hidden 256, vocabulary 512, ``layers`` decoder layers."""
-    name = f"llama-{layers}x{seed}" + ("-plain" if plain else "")
-    return _build(name, lambda out: _grouped(out, "Llama", plain, layers, seed))
+def llama(*, plain: bool = False, layers: int = TINY_LAYERS, seed: int = 0, kv_heads: int = KV_HEADS) -> Path:
+    """A tiny Llama: hidden 256, vocabulary 512, ``layers`` decoder layers, 4 heads."""
+    name = f"llama-{layers}x{seed}" + (f"-kv{kv_heads}" if kv_heads != KV_HEADS else "") + ("-plain" if plain else "")
+    return _build(name, lambda out: _grouped(out, "Llama", plain, layers, seed, kv_heads))
 
 
 def qwen3(*, plain: bool = False) -> Path:
     """A tiny Qwen3: as :func:`llama`, with norms on queries and keys."""
     name = "qwen3" + ("-plain" if plain else "")
-    return _build(name, lambda out: _grouped(out, "Qwen3", plain, TINY_LAYERS, 0))
+    return _build(name, lambda out: _grouped(out, "Qwen3", plain, TINY_LAYERS, 0, KV_HEADS))
 
 
 def gemma3() -> Path:
@@ -93,13 +93,13 @@ def _build(name: str, build: Callable[[Path], None]) -> Path:
     return build_once(_cache() / f"{name}-{RECIPE}", build)
 
 
-def _grouped(out: Path, family: str, plain: bool, layers: int, seed: int) -> None:
+def _grouped(out: Path, family: str, plain: bool, layers: int, seed: int, kv_heads: int) -> None:
     import transformers
 
     rope = plain_rope_as_longrope(10000.0, HEAD_DIM, MAX_POSITIONS)
     config = getattr(transformers, f"{family}Config")(
         **BASE
-        | {"num_key_value_heads": 2, "head_dim": HEAD_DIM, "num_hidden_layers": layers}
+        | {"num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "num_hidden_layers": layers}
         | ({} if plain else {"rope_parameters": rope})
     )
     _save(out, getattr(transformers, f"{family}ForCausalLM"), config, seed)

@@ -73,7 +73,7 @@ def generate(served: Served, prompt: list[int], adapter: str | None) -> Any:
 
 
 @pytest.mark.cell("LoRA adapters", "refused", "prompts that go through one, also one that was loaded later")
-@pytest.mark.cell("beside LoRA adapters", "exact", "the base model's prompts, in the same batches")
+@pytest.mark.cell("beside LoRA adapters", "exact", "the base model's prompts, in the same batches and when one is gone")
 def test_base_and_adapter_in_one_batch(adapted: Served, reference: Reference, tmp_path: Path) -> None:
     loaded = {"lora_name": "ad2", "lora_path": str(make_adapter(tmp_path / "ad2", 2))}
     adapted.post("/load_lora_adapter", loaded)
@@ -88,6 +88,12 @@ def test_base_and_adapter_in_one_batch(adapted: Served, reference: Reference, tm
     adapted.check(reference, *base)
     for prompt, adapter in zip(prompts, adapters, strict=True):
         assert adapter is None or prompt_key(prompt) not in Reader(adapted.captures)
+    # Away with one: it has no part in the base model's weights, so the epoch is what it was.
+    epochs = {receipt(answer)["epoch"] for answer in answers}
+    adapted.post("/unload_lora_adapter", {"lora_name": "ad2"})
+    (late,) = random_prompts([120], seed=112)
+    assert {receipt(generate(adapted, late, None))["epoch"]} == epochs
+    adapted.check(reference, late)
     # The same ids with and without an adapter: two states, of which one is stored.
     (twice,) = random_prompts([70], seed=111)
     with_adapter, without = generate(adapted, twice, "ad1"), generate(adapted, twice, None)

@@ -64,12 +64,14 @@ def test_an_abort_takes_all_that_begin_alike(busy: Served, reference: Reference)
         assert_same_states(capture.tensor(), reference.states(capture.token_ids.tolist()), busy.boundaries)
 
 
-@pytest.mark.cell("client time-out and retry", "exact", "three impatient attempts: one record, duplicates are counted")
+@pytest.mark.cell("client time-out and retry", "exact", "impatient attempts: one record, duplicates are counted")
 def test_impatient_client(busy: Served, reference: Reference) -> None:
     (prompt,) = random_prompts([3900], seed=92)
     before = busy.counters()
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "custom_params": {"hashtap": True}}}
-    for _ in range(3):
+    attempts = 0
+    while attempts < 3 or not (busy.counters() - before)["admitted"]:  # one at least must arrive
+        attempts += 1
         with pytest.raises(httpx.TimeoutException):
             httpx.post(f"{busy.server.url}/generate", json=body, timeout=0.05)
     assert receipt(busy.server.generate(prompt))["rows"] == 3900
@@ -81,7 +83,7 @@ def test_impatient_client(busy: Served, reference: Reference) -> None:
         return seen["admitted"] == seen["captured"] + seen["aborted"] and seen["captured"] == 1 + seen["duplicates"]
 
     wait_until(ended, 60, "all attempts to be counted")
-    assert 1 <= (busy.counters() - before)["admitted"] <= 4
+    assert 2 <= (busy.counters() - before)["admitted"] <= attempts + 1
     assert not Reader(busy.captures).duplicates
 
 

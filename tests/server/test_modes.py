@@ -1,4 +1,4 @@
-"""Modes in which SGLang schedules otherwise: several ranks, mixed chunks, retractions, new weights, holding back."""
+"""Modes in which SGLang schedules otherwise: several ranks, mixed chunks, retractions, holding back."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 from tests import models
-from tests.server.conftest import Served, served
+from tests.server.conftest import served
 from tests.server.plugins import plugin
 from tests.server.prompts import random_prompts, receipt, send_together
-from tests.server.reference import Reference, assert_same_states
+from tests.server.reference import Reference
 from tests.server.waiting import wait_until
 
 from hashtap.identity import prompt_key
@@ -21,14 +21,18 @@ from hashtap.releases import installed_sglang, predates
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BOUNDARIES = (1, 4, 6)
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+FOUR_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 
 
-@pytest.mark.cell("tensor parallelism", "exact", "`--tp-size 2`: one rank writes, once")
-def test_two_tensor_parallel_ranks_write_once(tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.cell("tensor parallelism", "exact", "`--tp-size 2` and `4`: one rank writes, once")
+@pytest.mark.parametrize(("ranks", "environment"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2", "4"])
+def test_tensor_parallel_ranks_write_once(tmp_path: Path, ranks: int, environment: dict[str, str]) -> None:
+    reference = Reference(models.llama(plain=True, kv_heads=4))  # on a CPU ranks cannot share one
     prompts = random_prompts([5, 128, 300, 700, 33], seed=40)
-    with served(tmp_path, "--tp-size", 2, "--capture-writers", 1, environment=TWO_RANKS) as server:
+    with served(
+        tmp_path, "--tp-size", ranks, "--capture-writers", 1, model=models.llama(kv_heads=4), environment=environment
+    ) as server:
         for prompt, answer in zip(prompts, send_together(server.server, prompts), strict=True):
             assert receipt(answer)["rows"] == len(prompt)
         server.check(reference, *prompts)
@@ -76,51 +80,6 @@ def test_retracted_prompts_are_one_record_of_prompt_rows(tmp_path: Path, referen
         assert {len(capture) for capture in Reader(server.captures)} == {20}
         # What is prefilled again after the prompt was captured is nobody's, the prompt's rows among it.
         assert (server.counters()["restarted"], server.counters()["duplicates"]) == (0, 0)
-
-
-@pytest.mark.cell("new weights in mid-run", "exact", "`/update_weights_from_disk`: a new epoch, new shards")
-@pytest.mark.cell("new weights between two chunks", "marked", "paused in place, updated, continued: `incomplete`")
-def test_new_weights_are_a_new_epoch(tmp_path: Path, reference: Reference) -> None:
-    (prompt,) = random_prompts([40], seed=46)
-    with served(tmp_path) as server:
-        first = receipt(server.server.generate(prompt))["epoch"]
-        body = {"model_path": str(models.llama(seed=1))}
-        assert server.post("/update_weights_from_disk", body)["success"]
-        second = receipt(server.server.generate(prompt))["epoch"]
-        assert second.endswith("+1")
-        assert second.partition("+")[0] != first
-        assert server.server.get("/hashtap/info")["epoch"] == second
-        key = {"keys": [prompt_key(prompt).hex()]}
-
-        def sealed() -> bool:
-            return bool(server.post("/hashtap/sealed", key)["sealed"])
-
-        wait_until(sealed, 30, "the second record to be sealed")
-        half_done(server, models.llama())
-    reader = Reader(server.captures)
-    assert len(reader) == 2 + 5
-    for capture in reader:
-        weights = Reference(models.llama(plain=True, seed=1)) if capture.facts.epoch == second else reference
-        assert_same_states(capture.tensor(), weights.states(capture.token_ids.tolist()), BOUNDARIES)
-
-
-def half_done(server: Served, model: Path) -> None:
-    """New weights between two chunks of a prompt, paused where it stands: it comes to no record, those beside it do."""
-    prompts = random_prompts([3900] * 6, seed=49)
-    before = server.counters()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(server.server.generate, prompt) for prompt in prompts]
-        wait_until(lambda: (server.counters() - before)["rows"] > 0, 60, "the first chunk")
-        with server.paused("in_place"):
-            url = f"{server.server.url}/update_weights_from_disk"
-            answer = httpx.post(url, json={"model_path": str(model)}, timeout=120)
-            assert "Weights were updated, but the cache was not flushed" in answer.text
-        found = [receipt(answer.result()) for answer in answers]
-    (cut,) = [prompt for prompt, one in zip(prompts, found, strict=True) if one["state"] != "captured"]
-    (said,) = [one for one in found if one["state"] != "captured"]
-    assert (said["state"], said["reason"]) == ("incomplete", "the weights were updated between two chunks")
-    assert {one["epoch"].partition("+")[2] for one in found} <= {"1", "2"}
-    assert prompt_key(cut) not in Reader(server.captures)
 
 
 def test_requests_all_leaves_out_warm_up_and_health(tmp_path: Path) -> None:

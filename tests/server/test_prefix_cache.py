@@ -74,6 +74,32 @@ def test_the_same_prompt_again_is_a_duplicate(cached: Served) -> None:
     wait_until(lambda: (cached.counters() - before)["duplicates"] == 2, 30, "both duplicates to be counted")
 
 
+@pytest.mark.cell("prefix cache on, several answers", "exact", "`n: 4`: one record, four duplicates")
+def test_several_answers_to_one_prompt(cached: Served, reference: Reference) -> None:
+    first, tail = random_prompts([150, 60], seed=56)
+    cached.server.generate(first)
+    before = cached.counters()
+    params = {"max_new_tokens": 1, "temperature": 1.0, "n": 4, "custom_params": {"hashtap": True}}
+    answers = cached.post("/generate", {"input_ids": first + tail, "sampling_params": params})
+    assert [receipt(answer)["state"] for answer in answers] == ["captured"] * 4
+    wait_until(lambda: (cached.counters() - before)["duplicates"] == 4, 30, "four duplicates to be counted")
+    check(cached, reference, first, first + tail)
+
+
+@pytest.mark.cell("prefix cache on, input logprobs", "exact", "SGLang takes from its cache only what is before them")
+def test_logprobs_of_rows_that_a_capture_has(cached: Served, reference: Reference) -> None:
+    first, tail, other = random_prompts([300, 80, 70], seed=58)
+    cached.server.generate(first)
+    params = {"max_new_tokens": 1, "temperature": 0, "custom_params": {"hashtap": True}}
+    for prompt, start, cold in ((first + tail, 0, 380), (first + other, 200, 370 - 200)):
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": start}
+        answer = cached.post("/generate", body)
+        assert len(answer["meta_info"]["input_token_logprobs"]) == len(prompt) - start
+        assert (receipt(answer)["state"], receipt(answer)["rows"]) == ("captured", len(prompt))
+        assert computed(answer) == cold
+    check(cached, reference, first, first + tail, first + other)
+
+
 @pytest.mark.cell(
     "prefix cache on, rows of nobody", "marked", "`needs recompute`; sent again past the cache it is exact"
 )
