@@ -35,8 +35,10 @@ def _commit() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
-    changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return _run("git", "-C", str(root), "rev-parse", "HEAD") + ("+changes" if changed else "")
+    git = ("git", "-C", str(root))
+    # A run that writes several records changes the first of them before it looks here for the second.
+    changed = _run(*git, "status", "--porcelain", "--untracked-files=no", "--", ":!bench/results")
+    return _run(*git, "rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
 def _version(package: str) -> str | None:
