@@ -31,7 +31,7 @@ from hashtap.errors import FormatError
 from hashtap.facts import ShardFacts
 from hashtap.logs import log
 from hashtap.salvage import Whole, whole_frames, whole_records
-from hashtap.shard import index_row, sealed_header, trailer_words, unsealed_facts
+from hashtap.shard import index_row, read_shard, sealed_header, trailer_words, unsealed_facts
 
 __all__ = ["TORN_SUFFIX", "Recovery", "describe", "recover"]
 
@@ -187,7 +187,9 @@ def _recover(
         return None
     frames, torn = whole_frames(data[frames_at:], facts)
     records: list[tuple[int, ...]] = []
-    if not target.exists():  # it does after a recovery that was killed before its end
+    if os.path.lexists(target):  # a recovery was killed before its end; nothing else may stand for what is in here
+        read_shard(target)
+    else:
         records = whole_records(frames, facts, _sealed(catalogs(facts.epoch)))
         # Frames without a record are of use to one that goes on in a later file of the same writer.
         goes_on = any(_run_of(later) == _run_of(partial) for later in directory.partials() if later > partial)

@@ -243,6 +243,27 @@ def test_another_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert_captured(tmp_path, PROMPTS)
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "other file"])
+def test_what_has_the_shards_name_and_is_none(tmp_path: Path, kind: str) -> None:
+    """It stands for nothing: what was captured stays until it is out of the way."""
+    partial = die(tmp_path / "captures", PROMPTS)
+    target = partial.with_name(partial.name.removesuffix(".partial"))
+    if kind == "other file":
+        target.write_bytes(b"notes")
+    else:
+        elsewhere = tmp_path / "elsewhere"
+        if kind == "link":
+            elsewhere.write_bytes(b"notes")
+        target.symlink_to(elsewhere)
+    recovery = recovered(tmp_path / "captures")
+    assert recovery.state == "failed"
+    assert f"{target} is no valid shard" in recovery.detail
+    assert partial.exists()
+    target.unlink()
+    assert recovered(tmp_path / "captures").records == len(PROMPTS)
+    assert_captured(tmp_path / "captures", PROMPTS)
+
+
 def test_of_other_weights(tmp_path: Path) -> None:
     """A server recovers what goes with its own captures."""
     partial = die(tmp_path, PROMPTS)
