@@ -18,7 +18,7 @@ from typing import Any
 from hashtap.bench.surroundings import surroundings
 
 ROOT = Path(__file__).parents[1]
-NOISE = 0.08  # of its bar, or of 1 where that is more: how far off a figure may be for no reason but the machine's
+NOISE = 0.05  # of its bar, or of 1 where that is more: how far off a figure may be for no reason but the machine's
 sys.path.insert(0, str(ROOT))
 
 
