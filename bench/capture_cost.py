@@ -26,7 +26,7 @@ from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 10
+ROUNDS = 8
 PROMPTS = 10  # a round: short turns, since the machine's own speed wanders from minute to minute
 LENGTHS = Lengths(50, 900)
 IN_FLIGHT = 4
