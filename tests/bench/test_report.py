@@ -60,11 +60,12 @@ def test_every_kind_of_record_is_reported_with_where_it_comes_from(tmp_path: Pat
 def test_growth_is_reported_with_what_explains_it(tmp_path: Path) -> None:
     reason = Reason(-0.1, "Short prompts share a forward.")
     falling = Curve(
-        "tokens", "us a token", {1: [800.0, 790.0, 820.0], 256: [11.0, 11.0, 12.0], 1024: [10.0, 10.0, 10.0]}
+        "tokens", "us a token", {1: [800.0, 1200.0, 800.0], 256: [11.0, 16.5, 11.0], 1024: [10.0, 15.0, 10.0]}
     )
     rising = Curve("shards", "us to open", {1: [1.0], 10: [10.0], 100: [100.0]})
     level = Curve("hidden", "ns a byte", {576: [2.1], 7168: [2.0]})
-    curves = [falling.record(reason), rising.record(reason), level.record(None)]
+    wandering = Curve("layers", "ns a byte", {1: [4.0, 7.0, 7.0], 8: [4.2, 7.35, 4.2]})
+    curves = [falling.record(reason), rising.record(reason), level.record(None), wandering.record(None)]
     (tmp_path / "growth.json").write_text(json.dumps(surroundings(["python", "bench/growth.py"]) | {"growth": curves}))
     (tmp_path / "growth.svg").touch()
     text = report([tmp_path / "growth.json"])
@@ -74,6 +75,7 @@ def test_growth_is_reported_with_what_explains_it(tmp_path: Path) -> None:
         "| tokens | us a token | 800 at 1 | 10 at 1,024 | -0.67 | 256 | Short prompts share a forward. |",
         "| shards | us to open | 1 at 1 | 100 at 100 | 1.00 | nowhere | NOT EXPLAINED |",
         "| hidden | ns a byte | 2.1 at 576 | 2 at 7,168 | -0.02 | everywhere | flat |",
+        "| layers | ns a byte | 5.292 at 1 | 5.556 at 8 | 0.02 | everywhere | flat |",
     ):
         assert line in text, f"{line} is not in\n{text}"
 
