@@ -26,14 +26,14 @@ from hashtap.forecast import Forecast, Rates
 from hashtap.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 8
+ROUNDS = 6
 PROMPTS = 10  # a round: short turns, since the machine's own speed wanders from minute to minute
 LENGTHS = Lengths(50, 900)
 IN_FLIGHT = 4
 DECODE_TOKENS = 16
 SHORT_REQUESTS = (500, 2000)  # the memory of the first is compared with that of the second
 # All of one length: torch keeps memory for every new number of rows, a plain server 335 MB over prompts of 8 to 63.
-SHORT_TOKENS = 32
+SHORT_TOKENS = 8
 SEAL_AFTER_S = 5
 # A small cache, which the first requests touch as a whole: otherwise its pages would count as growth.
 FLAGS = ("--device", "cpu", "--chunked-prefill-size", "2048", "--max-total-tokens", "8192")

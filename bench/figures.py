@@ -1,7 +1,8 @@
 """``make bench``: every figure that has a bar, one line each: ``name value bar ok`` or ``… SHORT``.
 
-A measurement with a figure that falls just short is made twice more, and the median decides; the exit status is 1 if
-one is SHORT then. All together they leave a record in ``bench/results``.
+A quick measurement with a figure that falls just short is made twice more, and the median decides; longer ones have
+rounds enough of their own. The exit status is 1 if one is SHORT then. All together they leave a record in
+``bench/results``.
 ``python bench/figures.py NAME …`` measures some of them, and leaves a record where ``--record`` says.
 """
 
@@ -10,6 +11,7 @@ import json
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from hashtap.bench.surroundings import surroundings
 
 ROOT = Path(__file__).parents[1]
 NOISE = 0.05  # of its bar, or of 1 where that is more: how far off a figure may be for no reason but the machine's
+QUICK_S = 30.0  # a measurement that took longer is not made again: all together have ten minutes
 sys.path.insert(0, str(ROOT))
 
 
@@ -72,9 +75,11 @@ def measurements() -> dict[str, Callable[[], Measured]]:
 
 
 def measure(run: Callable[[], Measured], *, once: bool = False) -> tuple[list[Figure], list[Measured]]:
-    """Measure once, and twice more when something falls just short: the median of each figure, and all runs."""
+    """Measure once, and twice more when something falls just short soon: the median of each figure, and all runs."""
+    began = time.monotonic()
     runs = [run()]
-    if not once and any(figure.doubtful for figure in runs[0].figures):
+    quick = time.monotonic() - began < QUICK_S
+    if quick and not once and any(figure.doubtful for figure in runs[0].figures):
         runs += [run(), run()]
     columns = zip(*(measured.figures for measured in runs), strict=True)
     return [_median(column) for column in columns], runs

@@ -1,7 +1,9 @@
 """When a measurement is made again, and what its figures are then."""
 
+import time
+
 import pytest
-from bench.figures import Figure, Measured, measure
+from bench.figures import QUICK_S, Figure, Measured, measure
 
 
 def made(values: list[float], *, once: bool = False) -> tuple[Figure, int]:
@@ -24,6 +26,12 @@ def made(values: list[float], *, once: bool = False) -> tuple[Figure, int]:
 def test_what_falls_just_short_is_measured_again(values: list[float], value: float, runs: int, ok: bool) -> None:
     figure, made_times = made(values)
     assert (figure.value, made_times, figure.ok) == (value, runs, ok)
+
+
+def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, QUICK_S])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    assert made([0.96])[1] == 1
 
 
 @pytest.mark.parametrize(
