@@ -51,8 +51,8 @@ class ExtractOptions:
         layers: boundaries that the server must capture, None for any.
         concurrency: prompts in flight.
         timeout_s: how long one attempt may take.
-        attempts: how often a prompt is tried before its samples count as failed; a try that finds the server too busy
-            counts only when it captured nothing else meanwhile.
+        attempts: how often a prompt is tried before its samples count as failed; that the server is too busy counts
+            only so many times in a row that it captured nothing else meanwhile.
         backoff_s: pause after the first failed attempt; it doubles, with jitter.
         stop_after: give up after so many failed prompts in a row.
         seal_wait_s: send captured prompts again when for so long none of them was sealed.
@@ -201,7 +201,7 @@ class _Run:
                 self._in_flight -= not again
 
     async def _send(self, prompt: Prompt) -> None:
-        failures, captured = 0, self._tally.prompts_captured
+        failures, stuck, captured = 0, 0, self._tally.prompts_captured
         for attempt in itertools.count():
             self._tally.sent += 1
             try:
@@ -209,9 +209,12 @@ class _Run:
                 return
             except TryAgain as trouble:
                 before, captured = captured, self._tally.prompts_captured
-                # A server that was too busy for this prompt and took others meanwhile will come to it.
-                failures += not (isinstance(trouble, Busy) and captured > before)
-                if failures == self._options.attempts:
+                if isinstance(trouble, Busy):
+                    # A server that was too busy for this prompt and took others meanwhile will come to it.
+                    stuck = 0 if captured > before else stuck + 1
+                else:
+                    failures += 1
+                if self._options.attempts in (failures, stuck):
                     raise
             pause_s = min(self._options.backoff_s * 2 ** min(attempt, MAX_DOUBLINGS), MAX_BACKOFF_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
