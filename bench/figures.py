@@ -21,7 +21,7 @@ from hashtap.bench.surroundings import surroundings
 
 ROOT = Path(__file__).parents[1]
 NOISE = 0.05  # of its bar, or of 1 where that is more: how far off a figure may be for no reason but the machine's
-QUICK_S = 30.0  # a measurement that took longer is not made again: all together have ten minutes
+QUICK_S = 30.0  # a measurement that took longer is not made again: all together are to take ten minutes
 sys.path.insert(0, str(ROOT))
 
 
