@@ -75,7 +75,7 @@ def measurements() -> dict[str, Callable[[], Measured]]:
 
 
 def measure(run: Callable[[], Measured], *, once: bool = False) -> tuple[list[Figure], list[Measured]]:
-    """Measure once, and twice more when something falls just short soon: the median of each figure, and all runs."""
+    """Measure, and after a quick run that falls just short twice more: the median of each figure, and all runs."""
     began = time.monotonic()
     runs = [run()]
     quick = time.monotonic() - began < QUICK_S

@@ -15,8 +15,8 @@ __all__ = ["from_planes", "to_planes"]
 U8Array = npt.NDArray[np.uint8]
 U16Array = npt.NDArray[np.uint16]
 
-# Of elements that are worked on together: each step takes the interpreter lock anew, which threads wait for each other
-# for, so few and long ones; larger blocks would leave the cache.
+# Of elements that are worked on together. Each step takes the interpreter lock anew, and threads wait for it: so steps
+# are few and long. Larger blocks would leave the cache.
 _BLOCK_BYTES = 1 << 20
 _ONE, _BYTE, _TO_TOP = np.uint16(1), np.uint16(8), np.uint16(15)
 
